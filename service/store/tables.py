@@ -1,0 +1,339 @@
+"""Every table, once. Time columns are written with the database clock; DESIGN.md section 3 says who writes which."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Double,
+    ForeignKey,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+def _id() -> Column[int]:
+    return Column("id", BigInteger, Identity(always=True), primary_key=True)
+
+
+def _at(name: str, *, default_now: bool = False) -> Column[object]:
+    if default_now:
+        return Column(name, DateTime(timezone=True), nullable=False, server_default=func.now())
+    return Column(name, DateTime(timezone=True))
+
+
+tenant = Table(
+    "tenant",
+    metadata,
+    _id(),
+    Column("name", Text, nullable=False, unique=True),
+    Column("salt", LargeBinary, nullable=False),  # secret; keeps tenants apart in every engine's cache
+    Column("weight", Integer, nullable=False, server_default="1"),
+    _at("created_at", default_now=True),
+)
+
+api_key = Table(
+    "api_key",
+    metadata,
+    _id(),
+    Column("tenant_id", ForeignKey("tenant.id"), nullable=False),
+    Column("label", Text, nullable=False),  # what `trunkline keys list` shows; never part of the key
+    Column("hash", LargeBinary, nullable=False, unique=True),  # SHA-256 of the key; the key itself is nowhere
+    _at("created_at", default_now=True),
+    _at("revoked_at"),
+)
+
+file = Table(
+    "file",
+    metadata,
+    Column("id", Text, primary_key=True),  # "file-" + time-sortable hex
+    Column("tenant_id", ForeignKey("tenant.id"), nullable=False),
+    Column("filename", Text, nullable=False),  # shown, never used as a path
+    Column("purpose", Text, nullable=False),  # batch, batch_output
+    Column("bytes", BigInteger, nullable=False),
+    Column("sha256", LargeBinary, nullable=False),
+    Column("store_path", Text, nullable=False),  # below STORE_URL
+    _at("created_at", default_now=True),
+    _at("expires_at"),
+    Index("ix_file_tenant_id_created_at", "tenant_id", "created_at", "id"),
+)
+
+batch = Table(
+    "batch",
+    metadata,
+    Column("id", Text, primary_key=True),  # "batch_" + time-sortable hex
+    Column("tenant_id", ForeignKey("tenant.id"), nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("input_file_id", Text, nullable=False),
+    Column("completion_window", Text, nullable=False),
+    Column("model", Text),  # null while unknown and when mixed
+    Column("status", Text, nullable=False),
+    Column("metadata", JSONB),
+    Column("errors", JSONB),  # list of {code, line, message, param}, at most 101
+    Column("priority", SmallInteger, nullable=False, server_default="1"),
+    Column("on_invalid_line", Text, nullable=False, server_default="fail"),  # fail, skip
+    Column("line_order", Text, nullable=False, server_default="any"),  # any, input
+    Column("model_policy", Text, nullable=False, server_default="mixed"),  # mixed, strict
+    Column("paused", Boolean, nullable=False, server_default=text("false")),
+    Column("retry_of", Text),
+    Column("output_expires_after_seconds", Integer),
+    Column("total", Integer, nullable=False, server_default="0"),  # non-blank lines; 0 until in_progress
+    Column("prefix_groups", Integer),  # set at the end of intake
+    Column("bound_tokens", BigInteger),  # set at the end of intake, at the fleet's block size
+    # Pass 2 goes on from here after a restart: the byte and the physical line after the last committed chunk.
+    Column("intake_offset", BigInteger, nullable=False, server_default="0"),
+    Column("intake_line", Integer, nullable=False, server_default="0"),
+    Column("intake_done", Boolean, nullable=False, server_default=text("false")),
+    Column("output_file_id", Text),
+    Column("error_file_id", Text),
+    _at("created_at", default_now=True),
+    _at("in_progress_at"),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+    _at("finalizing_at"),
+    _at("completed_at"),
+    _at("failed_at"),
+    _at("expired_at"),
+    _at("cancelling_at"),
+    _at("cancelled_at"),
+    Index("ix_batch_tenant_id_created_at", "tenant_id", "created_at", "id"),
+    Index(
+        "ix_batch_open",
+        "status",
+        "expires_at",
+        postgresql_where=text("status in ('validating', 'in_progress', 'finalizing', 'cancelling')"),
+    ),
+)
+
+job = Table(
+    "job",
+    metadata,
+    _id(),
+    Column("public_id", Text),  # "job_..." of single jobs; lines of a batch are named from `id`
+    Column("tenant_id", ForeignKey("tenant.id"), nullable=False),
+    Column("batch_id", ForeignKey("batch.id")),  # null for single jobs
+    Column("line_no", Integer),  # 1-based physical line; identity of a line is (batch_id, line_no)
+    Column("custom_id", Text),
+    Column("endpoint", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),  # immutable JSON bytes, as they go to the engine
+    Column("prefix_key", LargeBinary, nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("predicted_output_tokens", Integer, nullable=False),
+    Column("predicted_cached_tokens", Integer),  # the planner's, written with cohort_id
+    Column("first_of_group", Boolean),  # the planner's: no neighbour before it in the run to share with
+    Column("cohort_id", BigInteger),
+    Column("priority", SmallInteger),  # single jobs only; a batch's jobs take the batch's
+    Column("deadline_at", DateTime(timezone=True)),  # single jobs only
+    Column("metadata", JSONB),  # single jobs only
+    Column("webhook_url", Text),  # single jobs only
+    _at("not_before"),  # set on a retry
+    Column("tries", SmallInteger, nullable=False, server_default="0"),  # engine answers that were retried
+    Column("crashes", SmallInteger, nullable=False, server_default="0"),  # engine deaths while in flight
+    _at("created_at", default_now=True),
+    _at("cancel_requested_at"),  # single jobs only
+    Index("uq_job_public_id", "public_id", unique=True, postgresql_where=text("public_id is not null")),
+    UniqueConstraint("batch_id", "line_no"),
+    Index("ix_job_unplanned", "model", "id", postgresql_where=text("cohort_id is null")),
+    Index("ix_job_cohort_id", "cohort_id", postgresql_where=text("cohort_id is not null")),
+)
+
+cohort = Table(
+    "cohort",
+    metadata,
+    _id(),
+    Column("model", Text, nullable=False),
+    Column("queue", Text, nullable=False),  # the instance it is planned for; a steal changes it
+    Column("sequence", BigInteger, nullable=False),  # order within the queue and class: the planned order
+    Column("n_jobs", Integer, nullable=False),
+    Column("body_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("estimated_seconds", Double, nullable=False, server_default="0"),
+    Column("priority", SmallInteger, nullable=False),
+    Column("alone", Boolean, nullable=False, server_default=text("false")),  # poison suspects run beside nothing
+    Column("state", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, server_default="0"),  # the fencing number, only grows
+    Column("failures", SmallInteger, nullable=False, server_default="0"),
+    Column("dispatch_no", Integer, nullable=False, server_default="0"),
+    Column("instance_boot_id", BigInteger),
+    Column("last_error", Text),
+    _at("created_at", default_now=True),
+    _at("dispatched_at"),
+    _at("started_at"),
+    _at("lease_expires_at"),
+    _at("finished_at"),
+    Index(
+        "ix_cohort_active",
+        "queue",
+        "state",
+        "priority",
+        "sequence",
+        postgresql_where=text("state in ('ready', 'dispatched', 'running')"),
+    ),
+    postgresql_with={
+        "fillfactor": "70",
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_vacuum_threshold": "500",
+        "autovacuum_analyze_scale_factor": "0.05",
+    },
+)
+
+instance_boot = Table(
+    "instance_boot",
+    metadata,
+    _id(),
+    Column("name", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("pid_started_at", Double, nullable=False),  # Unix seconds; tells a reused pid from the same process
+    Column("devices", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("engine", Text, nullable=False),  # vllm, openai, simulated
+    Column("engine_version", Text),
+    Column("engine_arguments", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("model", Text, nullable=False),
+    Column("adapters", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("kv_capacity_tokens", BigInteger),
+    Column("block_size", Integer),
+    Column("max_num_seqs", Integer),
+    Column("max_model_len", Integer),
+    Column("honours_salt", Boolean),
+    Column("honours_priority", Boolean),
+    Column("reports_cached_tokens", Boolean),
+    Column("key_agrees", Boolean),  # our token ids against the engine's /tokenize; false is `key mismatch`
+    Column("state", Text, nullable=False),
+    Column("running_jobs", Integer, nullable=False, server_default="0"),
+    Column("waiting_jobs", Integer, nullable=False, server_default="0"),
+    Column("prefill_tokens_per_second", Double),
+    Column("decode_tokens_per_second", Double),
+    _at("started_at", default_now=True),
+    _at("ready_at"),
+    Column("heartbeat_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    _at("gone_at"),
+    Column("gone_reason", Text),
+    Index("uq_instance_boot_queue", "queue", unique=True, postgresql_where=text("state <> 'gone'")),
+    Index("ix_instance_boot_name", "name", "id"),
+)
+
+job_result = Table(
+    "job_result",
+    metadata,
+    Column("job_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("batch_id", Text),  # the job's, so that export and polls need no join
+    Column("cohort_id", BigInteger),
+    Column("attempt", Integer),
+    Column("instance_boot_id", BigInteger),
+    Column("outcome", Text, nullable=False),
+    Column("status_code", SmallInteger),  # null when the engine never answered
+    Column("error_code", Text),  # LineErrorCode when it never answered
+    Column("error_message", Text),
+    Column("response", LargeBinary),  # the engine's body, as it came
+    Column("prompt_tokens", Integer),
+    Column("cached_tokens", Integer),  # null = the engine did not say; never 0 for unknown
+    Column("predicted_cached_tokens", Integer),
+    Column("completion_tokens", Integer),
+    Column("reasoning_tokens", Integer),
+    Column("miss_cause", Text),
+    Column("queue_ms", Integer),
+    Column("run_ms", Integer),
+    Column("started_at", DateTime(timezone=True)),
+    _at("finished_at", default_now=True),
+    Index("ix_job_result_batch_id", "batch_id", "job_id", postgresql_where=text("batch_id is not null")),
+    Index("ix_job_result_instance_boot_id", "instance_boot_id"),
+)
+
+line_error = Table(
+    "line_error",
+    metadata,
+    Column("batch_id", ForeignKey("batch.id"), primary_key=True),
+    Column("line_no", Integer, primary_key=True, autoincrement=False),
+    Column("custom_id", Text),
+    Column("code", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("param", Text),
+)
+
+batch_progress = Table(
+    "batch_progress",
+    metadata,
+    _id(),
+    Column("batch_id", Text, nullable=False),
+    Column("completed", Integer, nullable=False, server_default="0"),
+    Column("failed", Integer, nullable=False, server_default="0"),  # skipped lines too
+    Column("skipped", Integer, nullable=False, server_default="0"),  # of `failed`
+    Column("cancelled", Integer, nullable=False, server_default="0"),
+    Column("expired", Integer, nullable=False, server_default="0"),
+    Column("prompt_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("cached_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("predicted_cached_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("completion_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("reasoning_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("lines_unknown", Integer, nullable=False, server_default="0"),  # ended without usage
+    Index("ix_batch_progress_batch_id", "batch_id"),
+)
+
+control_task = Table(
+    "control_task",
+    metadata,
+    _id(),
+    Column("kind", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("attempt", Integer, nullable=False, server_default="0"),  # the fencing number
+    Column("last_error", Text),
+    _at("created_at", default_now=True),
+    Column("not_before", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    _at("published_at"),
+    _at("lease_expires_at"),
+    _at("finished_at"),
+    Index(
+        "uq_control_task_open",
+        "kind",
+        "subject",
+        unique=True,
+        postgresql_where=text("state in ('ready', 'running')"),
+    ),
+    Index("ix_control_task_open", "state", "id", postgresql_where=text("state in ('ready', 'running')")),
+)
+
+cohort_event = Table(
+    "cohort_event",
+    metadata,
+    _id(),
+    Column("cohort_id", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("kind", Text, nullable=False),  # planned, dispatched, stolen, claimed, done, released, expired, crashed, split
+    Column("instance_boot_id", BigInteger),
+    Column("detail", Text),
+    _at("at", default_now=True),
+    Index("ix_cohort_event_cohort_id", "cohort_id"),
+)
+
+idempotency_key = Table(
+    "idempotency_key",
+    metadata,
+    Column("tenant_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("key", Text, primary_key=True),
+    Column("body_sha256", LargeBinary, nullable=False),  # of the canonical parsed body and the path
+    Column("created_id", Text, nullable=False),  # the batch or job that the first call made
+    _at("created_at", default_now=True),
+)

@@ -1,0 +1,77 @@
+"""The small interface between a worker and one engine, and the records that cross it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.core.usage import Usage
+from service.errors import TrunklineError
+
+
+class EngineGone(TrunklineError):
+    """The engine died or was replaced while the request was in flight."""
+
+
+class EngineTimeout(TrunklineError):
+    """The engine did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What an engine says of itself once it is ready, probed rather than assumed; None where it does not say."""
+
+    version: str | None
+    kv_capacity_tokens: int | None
+    block_size: int | None
+    max_num_seqs: int
+    max_model_len: int | None
+    honours_salt: bool
+    honours_priority: bool
+    reports_cached_tokens: bool
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One job on its way to the engine. `body` is the JSON as accepted, without the fields the server owns."""
+
+    job_id: int
+    endpoint: str
+    body: bytes
+    salt: str  # hex; sent as cache_salt where honoured
+    priority: int  # class * 2**40 + sequence, negated by the engine where lower means later
+    prefix_key: bytes
+    prompt_tokens: int
+    expected_output_tokens: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReply:
+    """The engine's own answer: status and body unchanged, usage read from it."""
+
+    status_code: int
+    body: bytes
+    usage: Usage
+
+
+class Engine(Protocol):
+    """Drives one engine. All methods run on the worker's asyncio loop; none blocks it."""
+
+    kind: str
+
+    async def start(self) -> EngineFacts:
+        """Start or attach, and return once requests are answered. Raises EngineFailed."""
+
+    async def submit(self, request: EngineRequest) -> EngineReply:
+        """Answer one job. Raises EngineGone, EngineTimeout. Cancelling the call aborts the request at the engine."""
+
+    async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
+        """The engine's own token ids for this body's prompt; None where it cannot say."""
+
+    async def wait_dead(self) -> str:
+        """Return, with the cause, when the engine is no longer usable."""
+
+    async def stop(self, grace_seconds: float) -> None:
+        """End it and everything it started. Idempotent."""
