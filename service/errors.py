@@ -60,3 +60,7 @@ class StoreFailed(TrunklineError):
 
 class SchemaBehind(TrunklineError):
     """The database schema is not at this version's head; run `python -m service migrate`."""
+
+
+class NoSuchBatch(TrunklineError):
+    """There is no batch of this id."""

@@ -158,7 +158,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     if unknown:
         raise SettingError(f"{unknown[0]} is no setting of Trunkline; see docs/settings.md.")
     kinds = _kinds()
-    values = {
+    values: dict[str, Any] = {
         spec.name: _parse(env, environ[env], kinds[spec.name])
         for env, spec in specs.items()
         if environ.get(env, "") != ""

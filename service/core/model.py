@@ -97,10 +97,10 @@ class TaskKind(StrEnum):
 
 
 class TaskState(StrEnum):
-    READY = "ready"  # whoever creates it, or the sweeper when a lease expired
-    RUNNING = "running"  # a control worker, under a lease
-    DONE = "done"  # the same
-    DEAD = "dead"  # the sweeper, after MAX attempts; its batch is failed with code output_failed
+    READY = "ready"  # whoever creates it; the control worker after an error, or to come back later
+    RUNNING = "running"  # a control worker, under a lease; an expired one may be claimed again
+    DONE = "done"  # the control worker
+    DEAD = "dead"  # the control worker, after 8 failures; its batch is failed
 
 
 class MissCause(StrEnum):

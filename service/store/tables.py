@@ -43,6 +43,16 @@ def _at(name: str, *, default_now: bool = False) -> Column[object]:
     return Column(name, DateTime(timezone=True))
 
 
+def _recorded_xid() -> Column[int]:
+    """The transaction that wrote the row, as a number that only grows (64 bits, it does not wrap).
+
+    Rows below the oldest transaction still running are all there: a cursor over (recorded_xid, id) below that limit
+    loses no row, in whatever order transactions commit. A sequence or a time cannot promise that.
+    """
+    default = text("((pg_current_xact_id())::text)::bigint")
+    return Column("recorded_xid", BigInteger, nullable=False, server_default=default)
+
+
 tenant = Table(
     "tenant",
     metadata,
@@ -76,7 +86,7 @@ file = Table(
     Column("store_path", Text, nullable=False),  # below STORE_URL
     _at("created_at", default_now=True),
     _at("expires_at"),
-    Index("ix_file_tenant_id_created_at", "tenant_id", "created_at", "id"),
+    Index("ix_file_tenant_id_id", "tenant_id", "id"),  # ids sort by time: this is (created_at, id)
 )
 
 batch = Table(
@@ -116,7 +126,7 @@ batch = Table(
     _at("expired_at"),
     _at("cancelling_at"),
     _at("cancelled_at"),
-    Index("ix_batch_tenant_id_created_at", "tenant_id", "created_at", "id"),
+    Index("ix_batch_tenant_id_id", "tenant_id", "id"),  # ids sort by time: this is (created_at, id)
     Index(
         "ix_batch_open",
         "status",
@@ -153,8 +163,11 @@ job = Table(
     _at("created_at", default_now=True),
     _at("cancel_requested_at"),  # single jobs only
     Index("uq_job_public_id", "public_id", unique=True, postgresql_where=text("public_id is not null")),
+    Index("ix_job_tenant_id_public_id", "tenant_id", "public_id", postgresql_where=text("public_id is not null")),
+    Index("ix_job_retrying", "batch_id", postgresql_where=text("not_before is not null and cohort_id is null")),
     UniqueConstraint("batch_id", "line_no"),
     Index("ix_job_unplanned", "model", "id", postgresql_where=text("cohort_id is null")),
+    Index("ix_job_single", "id", postgresql_where=text("batch_id is null")),
     Index("ix_job_cohort_id", "cohort_id", postgresql_where=text("cohort_id is not null")),
 )
 
@@ -170,6 +183,7 @@ cohort = Table(
     Column("estimated_seconds", Double, nullable=False, server_default="0"),
     Column("priority", SmallInteger, nullable=False),
     Column("alone", Boolean, nullable=False, server_default=text("false")),  # poison suspects run beside nothing
+    Column("moved", Boolean, nullable=False, server_default=text("false")),  # stolen or re-queued since it was planned
     Column("state", Text, nullable=False),
     Column("attempt", Integer, nullable=False, server_default="0"),  # the fencing number, only grows
     Column("failures", SmallInteger, nullable=False, server_default="0"),
@@ -257,7 +271,9 @@ job_result = Table(
     Column("run_ms", Integer),
     Column("started_at", DateTime(timezone=True)),
     _at("finished_at", default_now=True),
+    _recorded_xid(),
     Index("ix_job_result_batch_id", "batch_id", "job_id", postgresql_where=text("batch_id is not null")),
+    Index("ix_job_result_recorded", "batch_id", "recorded_xid", "job_id", postgresql_where=text("batch_id is not null")),
     Index("ix_job_result_instance_boot_id", "instance_boot_id"),
 )
 
@@ -270,6 +286,7 @@ line_error = Table(
     Column("code", Text, nullable=False),
     Column("message", Text, nullable=False),
     Column("param", Text),
+    _recorded_xid(),
 )
 
 batch_progress = Table(
@@ -299,6 +316,7 @@ control_task = Table(
     Column("subject", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("attempt", Integer, nullable=False, server_default="0"),  # the fencing number
+    Column("failures", SmallInteger, nullable=False, server_default="0"),  # errors and lost leases; not re-schedulings
     Column("last_error", Text),
     _at("created_at", default_now=True),
     Column("not_before", DateTime(timezone=True), nullable=False, server_default=func.now()),
@@ -321,7 +339,8 @@ cohort_event = Table(
     _id(),
     Column("cohort_id", BigInteger, nullable=False),
     Column("attempt", Integer, nullable=False),
-    Column("kind", Text, nullable=False),  # planned, dispatched, stolen, claimed, done, released, expired, crashed, split
+    # planned, dispatched, stolen, claimed, done, released, expired, crashed, split
+    Column("kind", Text, nullable=False),
     Column("instance_boot_id", BigInteger),
     Column("detail", Text),
     _at("at", default_now=True),

@@ -1,0 +1,306 @@
+"""The backlog as the dispatcher sees it: jobs with no cohort, and the rows of a new plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import func
+from sqlalchemy.dialects import postgresql as pg
+
+from service.core.model import BatchStatus, CohortState, Priority
+from service.store.tables import batch, cohort, cohort_event, job, job_result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingJob:
+    """One job of the backlog: what planning needs, never its body."""
+
+    job_id: int
+    prefix_key: bytes
+    prompt_tokens: int
+    output_tokens: int
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewCohort:
+    """A cohort as planned. `job_ids`, `predicted_cached_tokens` and `first_of_group` run in planned order."""
+
+    model: str
+    queue: str
+    sequence: int
+    priority: int
+    alone: bool
+    body_bytes: int
+    estimated_seconds: float
+    job_ids: Sequence[int]
+    predicted_cached_tokens: Sequence[int]
+    first_of_group: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A cohort that failed twice: its jobs run on alone."""
+
+    cohort_id: int
+    model: str
+    queue: str
+    priority: int
+
+
+def models_waiting(conn: sa.Connection) -> list[str]:
+    """Models with at least one unplanned job, cheaply: one index probe per model."""
+    first = sa.select(func.min(job.c.model).label("model")).where(job.c.cohort_id.is_(None)).cte("m", recursive=True)
+    following = sa.select(
+        sa.select(func.min(job.c.model)).where(job.c.cohort_id.is_(None), job.c.model > first.c.model).scalar_subquery()
+    ).where(first.c.model.is_not(None))
+    walk = first.union_all(following)
+    return list(conn.execute(sa.select(walk.c.model).where(walk.c.model.is_not(None))).scalars())
+
+
+def waiting_bulk(conn: sa.Connection, model: str, limit: int) -> tuple[int, list[WaitingJob]]:
+    """The highest priority class with a backlog to plan, and up to `limit` of its oldest unplanned jobs.
+
+    A batch that intake still works on is left for later until it alone fills the window: planning its first lines
+    without the rest would part what belongs together.
+    """
+    per_class = conn.execute(
+        sa.select(
+            batch.c.priority,
+            func.array_agg(batch.c.id).label("ids"),
+            func.coalesce(func.array_agg(batch.c.id).filter(batch.c.intake_done), []).label("whole"),
+        )
+        .where(batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused)
+        .group_by(batch.c.priority)
+        .order_by(batch.c.priority.desc())
+    ).all()
+    for row in per_class:
+        jobs = _waiting(conn, model, limit, job.c.batch_id.in_(row.ids))
+        if len(jobs) < limit and len(row.whole) < len(row.ids):
+            jobs = _waiting(conn, model, limit, job.c.batch_id.in_(row.whole))
+        if jobs:
+            return int(row.priority), jobs
+    return int(Priority.NORMAL), []
+
+
+def waiting_singles(conn: sa.Connection, model: str, limit: int) -> list[tuple[int, WaitingJob]]:
+    """Unplanned single jobs with their class, the most urgent first."""
+    rows = conn.execute(
+        sa.select(*_WAITING, job.c.priority)
+        .where(job.c.model == model, job.c.batch_id.is_(None), *_UNPLANNED)
+        .order_by(job.c.priority.desc(), job.c.id)
+        .limit(limit)
+    )
+    return [(int(row.priority), _job(row)) for row in rows]
+
+
+def insert_cohorts(conn: sa.Connection, planned: Sequence[NewCohort]) -> list[int]:
+    """Write a plan: cohort rows in state ready, and their jobs bound to them. A job that was bound, ended, cancelled
+    or paused since the backlog was read stays out. Returns the ids, in the order given."""
+    if not planned:
+        return []
+    rows = [
+        {
+            "model": item.model,
+            "queue": item.queue,
+            "sequence": item.sequence,
+            "priority": item.priority,
+            "alone": item.alone,
+            "n_jobs": len(item.job_ids),
+            "body_bytes": item.body_bytes,
+            "estimated_seconds": item.estimated_seconds,
+            "state": CohortState.READY.value,
+        }
+        for item in planned
+    ]
+    insert = sa.insert(cohort).returning(cohort.c.id, sort_by_parameter_order=True)
+    ids = [int(cohort_id) for cohort_id in conn.execute(insert, rows).scalars()]
+    bound = _bind(conn, ids, planned)
+    short = [
+        {"cohort": cohort_id, "n": bound.get(cohort_id, 0)}
+        for cohort_id, item in zip(ids, planned, strict=True)
+        if bound.get(cohort_id, 0) != len(item.job_ids)
+    ]
+    if short:
+        conn.execute(
+            sa.update(cohort).where(cohort.c.id == sa.bindparam("cohort")).values(n_jobs=sa.bindparam("n")), short
+        )
+    conn.execute(
+        sa.insert(cohort_event), [{"cohort_id": cohort_id, "attempt": 0, "kind": "planned"} for cohort_id in ids]
+    )
+    return ids
+
+
+def next_sequence(conn: sa.Connection) -> int:
+    """One above every sequence number in use, so that a new plan goes behind what is planned already."""
+    return int(conn.execute(sa.select(func.coalesce(func.max(cohort.c.sequence), 0) + 1)).scalar_one())
+
+
+def last_keys(conn: sa.Connection, boot_ids: Sequence[int]) -> dict[str, bytes]:
+    """Queue -> the last prefix key that is planned for it, or ran on its present boot: where its next run goes on."""
+    open_or_own = sa.or_(cohort.c.state == CohortState.READY, cohort.c.instance_boot_id.in_(boot_ids))
+    last = (
+        sa.select(cohort.c.queue, cohort.c.id)
+        .where(open_or_own, cohort.c.priority < Priority.INTERACTIVE)
+        .order_by(cohort.c.queue, cohort.c.sequence.desc())
+        .distinct(cohort.c.queue)
+        .subquery()
+    )
+    # bytea has no max() before Postgres 18.
+    rows = conn.execute(
+        sa.select(last.c.queue, job.c.prefix_key)
+        .join(job, job.c.cohort_id == last.c.id)
+        .order_by(last.c.queue, job.c.prefix_key.desc(), job.c.id.desc())
+        .distinct(last.c.queue)
+    )
+    return {row.queue: row.prefix_key for row in rows}
+
+
+def unplan_ready(conn: sa.Connection, model: str) -> int:
+    """Dissolve cohorts that were planned and never dispatched, so that the backlog is planned anew over another set
+    of instances. Returns how many jobs went back."""
+    ids = (
+        conn.execute(
+            sa.select(cohort.c.id)
+            .where(
+                cohort.c.model == model,
+                cohort.c.state == CohortState.READY,
+                cohort.c.attempt == 0,
+                ~cohort.c.alone,
+                cohort.c.priority < Priority.INTERACTIVE,
+            )
+            .order_by(cohort.c.id)
+            .with_for_update(skip_locked=True)
+        )
+        .scalars()
+        .all()
+    )
+    if not ids:
+        return 0
+    freed = conn.execute(
+        sa.update(job).where(job.c.cohort_id.in_(ids)).values(cohort_id=None, predicted_cached_tokens=None)
+    )
+    conn.execute(sa.delete(cohort_event).where(cohort_event.c.cohort_id.in_(ids)))
+    conn.execute(sa.delete(cohort).where(cohort.c.id.in_(ids)))
+    return freed.rowcount
+
+
+def suspects(conn: sa.Connection, limit: int) -> list[Suspect]:
+    """Cohorts of several jobs whose lease expired or whose engine died twice."""
+    rows = conn.execute(
+        sa.select(cohort.c.id, cohort.c.model, cohort.c.queue, cohort.c.priority)
+        .where(cohort.c.state == CohortState.READY, cohort.c.failures >= 2, ~cohort.c.alone)
+        .order_by(cohort.c.id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    return [Suspect(cohort_id=r.id, model=r.model, queue=r.queue, priority=r.priority) for r in rows]
+
+
+def isolate(conn: sa.Connection, suspect: Suspect) -> int:
+    """ready -> dead: each job without a result becomes a cohort of its own that runs beside nothing else. Returns
+    how many."""
+    jobs = conn.execute(
+        sa.select(*_WAITING)
+        .where(job.c.cohort_id == suspect.cohort_id, ~_HAS_RESULT)
+        .order_by(job.c.prefix_key, job.c.id)
+        .with_for_update(of=job)
+    ).all()
+    conn.execute(sa.update(job).where(job.c.id.in_([row.id for row in jobs])).values(cohort_id=None))
+    conn.execute(
+        sa.update(cohort).where(cohort.c.id == suspect.cohort_id).values(state=CohortState.DEAD, finished_at=func.now())
+    )
+    sequence = next_sequence(conn)
+    insert_cohorts(
+        conn,
+        [
+            NewCohort(
+                model=suspect.model,
+                queue=suspect.queue,
+                sequence=sequence + position,
+                priority=suspect.priority,
+                alone=True,
+                body_bytes=row.body_bytes,
+                estimated_seconds=0.0,
+                job_ids=[row.id],
+                predicted_cached_tokens=[0],
+                first_of_group=[True],
+            )
+            for position, row in enumerate(jobs)
+        ],
+    )
+    conn.execute(
+        sa.insert(cohort_event).values(cohort_id=suspect.cohort_id, attempt=0, kind="split", detail=f"{len(jobs)} jobs")
+    )
+    return len(jobs)
+
+
+_HAS_RESULT = sa.exists().where(job_result.c.job_id == job.c.id)
+_UNPLANNED = (
+    job.c.cohort_id.is_(None),
+    sa.or_(job.c.not_before.is_(None), job.c.not_before <= func.now()),
+    ~_HAS_RESULT,
+)
+_WAITING = [
+    job.c.id,
+    job.c.prefix_key,
+    job.c.prompt_tokens,
+    job.c.predicted_output_tokens,
+    func.octet_length(job.c.body).label("body_bytes"),
+]
+
+
+def _waiting(conn: sa.Connection, model: str, limit: int, which: sa.ColumnElement[bool]) -> list[WaitingJob]:
+    rows = conn.execute(
+        sa.select(*_WAITING).where(job.c.model == model, which, *_UNPLANNED).order_by(job.c.id).limit(limit)
+    )
+    return [_job(row) for row in rows]
+
+
+def _job(row: sa.Row[*tuple[Any, ...]]) -> WaitingJob:
+    return WaitingJob(
+        job_id=row.id,
+        prefix_key=row.prefix_key,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=row.predicted_output_tokens,
+        body_bytes=row.body_bytes,
+    )
+
+
+def _bind(conn: sa.Connection, ids: list[int], planned: Sequence[NewCohort]) -> dict[int, int]:
+    """One UPDATE for all jobs of a plan; how many each cohort got."""
+    jobs: list[int] = []
+    cohorts: list[int] = []
+    predicted: list[int] = []
+    first: list[bool] = []
+    for cohort_id, item in zip(ids, planned, strict=True):
+        jobs.extend(int(job_id) for job_id in item.job_ids)
+        cohorts.extend([cohort_id] * len(item.job_ids))
+        predicted.extend(int(tokens) for tokens in item.predicted_cached_tokens)
+        first.extend(bool(flag) for flag in item.first_of_group)
+    plan = (
+        func.unnest(
+            sa.cast(jobs, pg.ARRAY(sa.BigInteger)),
+            sa.cast(cohorts, pg.ARRAY(sa.BigInteger)),
+            sa.cast(predicted, pg.ARRAY(sa.Integer)),
+            sa.cast(first, pg.ARRAY(sa.Boolean)),
+        )
+        .table_valued("job_id", "cohort_id", "predicted", "first")
+        .render_derived(name="plan")
+    )
+    admitted = sa.or_(
+        job.c.batch_id.is_(None),
+        sa.exists().where(batch.c.id == job.c.batch_id, batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused),
+    )
+    bound = (
+        sa.update(job)
+        .where(job.c.id == plan.c.job_id, job.c.cohort_id.is_(None), admitted, ~_HAS_RESULT)
+        .values(cohort_id=plan.c.cohort_id, predicted_cached_tokens=plan.c.predicted, first_of_group=plan.c.first)
+        .returning(job.c.cohort_id)
+        .cte("bound")
+    )
+    counts = conn.execute(sa.select(bound.c.cohort_id, func.count()).group_by(bound.c.cohort_id)).all()
+    return {int(row[0]): int(row[1]) for row in counts}

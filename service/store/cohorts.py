@@ -1,0 +1,254 @@
+"""Cohorts as their worker moves them: claim, load, renew, give back, finish. Every write is fenced by the attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlalchemy import func
+
+from service.core.model import BatchStatus, CohortState, Outcome
+from service.store.tables import batch, cohort, cohort_event, instance_boot, job, job_result, tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A worker's hold on one cohort: the attempt number is the fence of everything it writes."""
+
+    cohort_id: int
+    attempt: int
+    boot_id: int
+    priority: int
+    sequence: int
+    alone: bool
+    model: str
+    moved: bool  # it ran or was planned elsewhere before: what its neighbours left is in another cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedJob:
+    """One job of a claimed cohort that has no result yet."""
+
+    job_id: int
+    batch_id: str | None
+    endpoint: str
+    body: bytes
+    salt: str
+    prefix_key: bytes
+    prompt_tokens: int
+    predicted_output_tokens: int
+    predicted_cached_tokens: int
+    first_of_group: bool
+    tries: int
+    crashes: int
+    queued_ms: int
+
+
+def claim(
+    conn: sa.Connection, *, cohort_id: int, dispatch_no: int, boot_id: int, queue: str, lease_seconds: float
+) -> Claim | None:
+    """dispatched -> running under a new attempt. None: the message is stale (moved, claimed or ended meanwhile), or
+    this boot is no longer one that takes work."""
+    boot_works = sa.exists().where(instance_boot.c.id == boot_id, instance_boot.c.state == "ready")
+    row = conn.execute(
+        sa.update(cohort)
+        .where(
+            cohort.c.id == cohort_id,
+            cohort.c.state == CohortState.DISPATCHED,
+            cohort.c.dispatch_no == dispatch_no,
+            cohort.c.instance_boot_id == boot_id,
+            cohort.c.queue == queue,
+            boot_works,
+        )
+        .values(
+            state=CohortState.RUNNING,
+            attempt=cohort.c.attempt + 1,
+            started_at=func.now(),
+            lease_expires_at=_in(lease_seconds),
+        )
+        .returning(
+            cohort.c.attempt, cohort.c.priority, cohort.c.sequence, cohort.c.alone, cohort.c.model, cohort.c.moved
+        )
+    ).one_or_none()
+    if row is None:
+        return None
+    held = Claim(
+        cohort_id=cohort_id,
+        attempt=row.attempt,
+        boot_id=boot_id,
+        priority=row.priority,
+        sequence=row.sequence,
+        alone=row.alone,
+        model=row.model,
+        moved=row.moved or row.attempt > 1,
+    )
+    _event(conn, held, "claimed", None)
+    return held
+
+
+def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
+    """The jobs of a claimed cohort that have no result, in planned order (the order of their prefix keys)."""
+    queued_ms = func.extract("epoch", func.now() - job.c.created_at) * 1000
+    rows = conn.execute(
+        sa.select(
+            job.c.id,
+            job.c.batch_id,
+            job.c.endpoint,
+            job.c.body,
+            job.c.prefix_key,
+            job.c.prompt_tokens,
+            job.c.predicted_output_tokens,
+            job.c.predicted_cached_tokens,
+            job.c.first_of_group,
+            job.c.tries,
+            job.c.crashes,
+            tenant.c.salt,
+            queued_ms.label("queued_ms"),
+        )
+        .join(tenant, tenant.c.id == job.c.tenant_id)
+        .where(job.c.cohort_id == claim.cohort_id, ~sa.exists().where(job_result.c.job_id == job.c.id))
+        .order_by(job.c.prefix_key, job.c.id)
+    )
+    return [
+        ClaimedJob(
+            job_id=row.id,
+            batch_id=row.batch_id,
+            endpoint=row.endpoint,
+            body=row.body,
+            salt=row.salt.hex(),
+            prefix_key=row.prefix_key,
+            prompt_tokens=row.prompt_tokens,
+            predicted_output_tokens=row.predicted_output_tokens,
+            predicted_cached_tokens=row.predicted_cached_tokens or 0,
+            first_of_group=bool(row.first_of_group),
+            tries=row.tries,
+            crashes=row.crashes,
+            queued_ms=max(0, int(row.queued_ms)),
+        )
+        for row in rows
+    ]
+
+
+def renew(conn: sa.Connection, boot_id: int, lease_seconds: float) -> set[int]:
+    """Renew every lease of a boot in one UPDATE; the ids that it still holds."""
+    rows = conn.execute(
+        sa.update(cohort)
+        .where(cohort.c.instance_boot_id == boot_id, cohort.c.state == CohortState.RUNNING)
+        .values(lease_expires_at=_in(lease_seconds))
+        .returning(cohort.c.id)
+    )
+    return {int(row.id) for row in rows}
+
+
+def jobs_to_abort(conn: sa.Connection, boot_id: int) -> dict[int, Outcome]:
+    """Jobs in this boot's running cohorts whose batch, or who themselves, are being cancelled or are past their
+    deadline, and how they shall end."""
+    rows = conn.execute(
+        sa.select(
+            job.c.id,
+            (sa.or_(batch.c.status.in_(_CANCELLED), job.c.cancel_requested_at.is_not(None))).label("is_cancelled"),
+        )
+        .join(cohort, cohort.c.id == job.c.cohort_id)
+        .outerjoin(batch, batch.c.id == job.c.batch_id)
+        .where(
+            cohort.c.instance_boot_id == boot_id,
+            cohort.c.state == CohortState.RUNNING,
+            ~sa.exists().where(job_result.c.job_id == job.c.id),
+            sa.or_(
+                batch.c.status.in_((*_CANCELLED, BatchStatus.EXPIRED)),
+                batch.c.expires_at <= func.now(),
+                job.c.cancel_requested_at.is_not(None),
+                job.c.deadline_at <= func.now(),
+            ),
+        )
+    )
+    return {row.id: Outcome.CANCELLED if row.is_cancelled else Outcome.EXPIRED for row in rows}
+
+
+def finish(conn: sa.Connection, claim: Claim) -> bool:
+    """running -> done, when no job still bound here lacks a result. False: not yet, or the fence is lost."""
+    unfinished = sa.exists().where(
+        job.c.cohort_id == claim.cohort_id, ~sa.exists().where(job_result.c.job_id == job.c.id)
+    )
+    done = conn.execute(
+        sa.update(cohort)
+        .where(*_fence(claim), ~unfinished)
+        .values(state=CohortState.DONE, finished_at=func.now(), lease_expires_at=None)
+    )
+    if done.rowcount != 1:
+        return False
+    _event(conn, claim, "done", None)
+    conn.execute(sa.select(func.pg_notify("dispatch", "")))
+    return True
+
+
+def release(conn: sa.Connection, claim: Claim, *, reason: str, failure: bool, crashed_jobs: Sequence[int] = ()) -> bool:
+    """running -> ready, so that its jobs without a result run again. `failure` only for an engine's death, never for
+    a drain; `crashed_jobs` were in flight at that death. False: the fence is lost, nothing was written."""
+    done = conn.execute(
+        sa.update(cohort)
+        .where(*_fence(claim))
+        .values(
+            state=CohortState.READY,
+            moved=True,
+            failures=cohort.c.failures + int(failure),
+            dispatch_no=cohort.c.dispatch_no + 1,
+            instance_boot_id=None,
+            lease_expires_at=None,
+            last_error=reason,
+        )
+    )
+    if done.rowcount != 1:
+        return False
+    if crashed_jobs:
+        conn.execute(
+            sa.update(job)
+            .where(job.c.id.in_(crashed_jobs), job.c.cohort_id == claim.cohort_id)
+            .values(crashes=job.c.crashes + 1)
+        )
+    _event(conn, claim, "crashed" if failure else "released", reason)
+    conn.execute(sa.select(func.pg_notify("dispatch", "")))
+    return True
+
+
+def return_job(conn: sa.Connection, claim: Claim, job_id: int, delay_seconds: float) -> bool:
+    """in cohort -> unplanned: a line to try again later. False: the fence is lost, or the job is not bound here."""
+    fence = sa.select(cohort.c.id).where(*_fence(claim)).with_for_update(read=True)
+    if conn.execute(fence).one_or_none() is None:
+        return False
+    done = conn.execute(
+        sa.update(job)
+        .where(job.c.id == job_id, job.c.cohort_id == claim.cohort_id)
+        .values(cohort_id=None, predicted_cached_tokens=None, not_before=_in(delay_seconds), tries=job.c.tries + 1)
+    )
+    return done.rowcount == 1
+
+
+_CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+
+
+def _in(seconds: float) -> sa.ColumnElement[datetime]:
+    return func.now() + sa.func.make_interval(0, 0, 0, 0, 0, 0, seconds)
+
+
+def _fence(claim: Claim) -> tuple[sa.ColumnElement[bool], ...]:
+    return (
+        cohort.c.id == claim.cohort_id,
+        cohort.c.attempt == claim.attempt,
+        cohort.c.instance_boot_id == claim.boot_id,
+        cohort.c.state == CohortState.RUNNING,
+    )
+
+
+def _event(conn: sa.Connection, claim: Claim, kind: str, detail: str | None) -> None:
+    conn.execute(
+        sa.insert(cohort_event).values(
+            cohort_id=claim.cohort_id,
+            attempt=claim.attempt,
+            kind=kind,
+            instance_boot_id=claim.boot_id,
+            detail=detail,
+        )
+    )

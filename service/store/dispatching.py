@@ -1,0 +1,264 @@
+"""Cohorts as the dispatcher moves them: to an instance, from one to another, out again when a message was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy import func
+
+from service.core.model import BootState, CohortState, Priority
+from service.store.tables import cohort, cohort_event, instance_boot, job
+
+_ACTIVE = (CohortState.DISPATCHED, CohortState.RUNNING)
+_other = cohort.alias("other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What is published after the commit: a hint that carries ids."""
+
+    queue: str
+    cohort_id: int
+    dispatch_no: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLoad:
+    """What waits and what is out for one queue."""
+
+    queue: str
+    model: str
+    priority: int
+    ready_cohorts: int
+    ready_jobs: int
+    ready_seconds: float
+    active_cohorts: int
+    active_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ready_seconds + self.active_seconds
+
+
+def queue_loads(conn: sa.Connection) -> list[QueueLoad]:
+    """One row per (queue, model, priority class) with open cohorts. Cohorts that must run alone count as ready only."""
+    ready = cohort.c.state == CohortState.READY
+    active = cohort.c.state.in_(_ACTIVE)
+    seconds = cohort.c.estimated_seconds
+    rows = conn.execute(
+        sa.select(
+            cohort.c.queue,
+            cohort.c.model,
+            cohort.c.priority,
+            func.count().filter(ready).label("ready_cohorts"),
+            sa.cast(func.coalesce(func.sum(cohort.c.n_jobs).filter(ready), 0), sa.Integer).label("ready_jobs"),
+            func.coalesce(func.sum(seconds).filter(ready), 0.0).label("ready_seconds"),
+            func.count().filter(active).label("active_cohorts"),
+            func.coalesce(func.sum(seconds).filter(active), 0.0).label("active_seconds"),
+        )
+        .where(cohort.c.state.in_((CohortState.READY, *_ACTIVE)))
+        .group_by(cohort.c.queue, cohort.c.model, cohort.c.priority)
+    )
+    return [QueueLoad(**row._mapping) for row in rows]
+
+
+def dispatch(
+    conn: sa.Connection, *, boot_id: int, queue: str, model: str, limit: int, interactive: bool
+) -> list[Message]:
+    """ready -> dispatched for up to `limit` cohorts of a queue, the most urgent first, in planned order. The caller
+    commits, then publishes. Empty when the boot is no longer ready."""
+    boot = conn.execute(
+        sa.select(instance_boot.c.id)
+        .where(instance_boot.c.id == boot_id, instance_boot.c.state == BootState.READY)
+        .with_for_update(read=True)
+    ).one_or_none()
+    if boot is None or limit <= 0:
+        return []
+    bulk = cohort.c.priority < Priority.INTERACTIVE
+    alone_is_out = sa.exists().where(_other.c.instance_boot_id == boot_id, _other.c.state.in_(_ACTIVE), _other.c.alone)
+    chosen = (
+        sa.select(cohort.c.id)
+        .where(
+            cohort.c.queue == queue,
+            cohort.c.model == model,
+            cohort.c.state == CohortState.READY,
+            ~cohort.c.alone,
+            cohort.c.failures < 2,  # a suspect is taken apart first
+            ~bulk if interactive else bulk,
+            ~alone_is_out,
+        )
+        .order_by(cohort.c.priority.desc(), cohort.c.sequence)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    return _move(conn, chosen, boot_id, queue)
+
+
+def dispatch_suspects(conn: sa.Connection, *, boot_id: int, queue: str, model: str) -> list[Message]:
+    """ready -> dispatched for one cohort that runs alone, and only while nothing else is out for this boot."""
+    busy = sa.exists().where(_other.c.instance_boot_id == boot_id, _other.c.state.in_(_ACTIVE))
+    chosen = (
+        sa.select(cohort.c.id)
+        .where(
+            cohort.c.queue == queue,
+            cohort.c.model == model,
+            cohort.c.state == CohortState.READY,
+            cohort.c.alone,
+            ~busy,
+        )
+        .order_by(cohort.c.priority.desc(), cohort.c.sequence)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    return _move(conn, chosen, boot_id, queue)
+
+
+def tail_cohort(conn: sa.Connection, queue: str, model: str) -> tuple[int, bytes] | None:
+    """The last ready bulk cohort of a queue and its first prefix key, locked: what an idle instance may take."""
+    row = conn.execute(
+        sa.select(cohort.c.id)
+        .where(
+            cohort.c.queue == queue,
+            cohort.c.model == model,
+            cohort.c.state == CohortState.READY,
+            cohort.c.priority < Priority.INTERACTIVE,
+            ~cohort.c.alone,
+        )
+        .order_by(cohort.c.priority, cohort.c.sequence.desc())
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    ).one_or_none()
+    if row is None:
+        return None
+    key = conn.execute(
+        sa.select(job.c.prefix_key).where(job.c.cohort_id == row.id).order_by(job.c.prefix_key, job.c.id).limit(1)
+    ).scalar_one_or_none()
+    return row.id, key or b""
+
+
+def rebind(conn: sa.Connection, cohort_id: int, queue: str, first_predicted: int | None) -> None:
+    """Move a ready cohort to another queue (a steal, or its instance is gone). Its first job meets another cache:
+    `first_predicted` is what it may find there, None where that is unknown."""
+    conn.execute(
+        sa.update(cohort)
+        .where(cohort.c.id == cohort_id, cohort.c.state == CohortState.READY)
+        .values(queue=queue, moved=True, dispatch_no=cohort.c.dispatch_no + 1)
+    )
+    if first_predicted is not None:
+        first = (
+            sa.select(job.c.id)
+            .where(job.c.cohort_id == cohort_id)
+            .order_by(job.c.prefix_key, job.c.id)
+            .limit(1)
+            .scalar_subquery()
+        )
+        conn.execute(sa.update(job).where(job.c.id == first).values(predicted_cached_tokens=first_predicted))
+    conn.execute(sa.insert(cohort_event).values(cohort_id=cohort_id, attempt=0, kind="stolen", detail=f"to {queue}"))
+
+
+def ready_cohorts_of(conn: sa.Connection, queue: str, model: str) -> list[int]:
+    """Ready cohorts of a queue, in order: what must move when its instance is gone."""
+    rows = conn.execute(
+        sa.select(cohort.c.id)
+        .where(cohort.c.queue == queue, cohort.c.model == model, cohort.c.state == CohortState.READY)
+        .order_by(cohort.c.priority.desc(), cohort.c.sequence)
+    )
+    return [int(row.id) for row in rows]
+
+
+def expire_leases(conn: sa.Connection) -> list[int]:
+    """running -> ready for cohorts whose lease ran out; a failure each. State and lease are checked again inside
+    the UPDATE, so a renewal that commits first wins."""
+    late = sa.and_(cohort.c.state == CohortState.RUNNING, cohort.c.lease_expires_at < func.now())
+    ids = sa.select(cohort.c.id).where(late).order_by(cohort.c.id).with_for_update(skip_locked=True)
+    rows = conn.execute(
+        sa.update(cohort)
+        .where(cohort.c.id.in_(ids.scalar_subquery()), late)
+        .values(
+            state=CohortState.READY,
+            moved=True,
+            failures=cohort.c.failures + 1,
+            dispatch_no=cohort.c.dispatch_no + 1,
+            instance_boot_id=None,
+            lease_expires_at=None,
+            last_error="lease expired",
+        )
+        .returning(cohort.c.id, cohort.c.attempt)
+    ).all()
+    expired = [int(row.id) for row in rows]
+    blame_alone(conn, expired)
+    _events(conn, [(row.id, row.attempt) for row in rows], "expired", None)
+    return expired
+
+
+def blame_alone(conn: sa.Connection, cohort_ids: Sequence[int]) -> None:
+    """A job that ran beside nothing else when its worker was lost counts that as an engine death: otherwise a job
+    that takes the whole worker with it would run for ever."""
+    if not cohort_ids:
+        return
+    alone = sa.select(cohort.c.id).where(cohort.c.id.in_(cohort_ids), cohort.c.alone)
+    conn.execute(sa.update(job).where(job.c.cohort_id.in_(alone)).values(crashes=job.c.crashes + 1))
+
+
+def lost_messages(conn: sa.Connection, older_than_seconds: float, bulk_slots: int) -> list[Message]:
+    """Cohorts dispatched long ago to a boot that lives, has a free slot and claimed nothing since: their message was
+    lost. Re-published with the same dispatch number, so a late original is harmless."""
+    age = sa.func.make_interval(0, 0, 0, 0, 0, 0, older_than_seconds)
+    other = _other
+    claimed_since = sa.exists().where(
+        other.c.instance_boot_id == cohort.c.instance_boot_id, other.c.started_at > cohort.c.dispatched_at
+    )
+    running = (
+        sa.select(func.count())
+        .where(
+            other.c.instance_boot_id == cohort.c.instance_boot_id,
+            other.c.state == CohortState.RUNNING,
+            other.c.priority < Priority.INTERACTIVE,
+        )
+        .scalar_subquery()
+    )
+    rows = conn.execute(
+        sa.update(cohort)
+        .where(
+            cohort.c.state == CohortState.DISPATCHED,
+            cohort.c.dispatched_at < func.now() - age,
+            ~claimed_since,
+            sa.or_(running < bulk_slots, cohort.c.priority == Priority.INTERACTIVE),
+        )
+        .values(dispatched_at=func.now())
+        .returning(cohort.c.queue, cohort.c.id, cohort.c.dispatch_no)
+    )
+    return [Message(queue=row.queue, cohort_id=row.id, dispatch_no=row.dispatch_no) for row in rows]
+
+
+def _move(conn: sa.Connection, chosen: sa.Select[int], boot_id: int, queue: str) -> list[Message]:
+    ids = list(conn.execute(chosen).scalars())
+    if not ids:
+        return []
+    rows = conn.execute(
+        sa.update(cohort)
+        .where(cohort.c.id.in_(ids), cohort.c.state == CohortState.READY)
+        .values(
+            state=CohortState.DISPATCHED,
+            instance_boot_id=boot_id,
+            dispatch_no=cohort.c.dispatch_no + 1,
+            dispatched_at=func.now(),
+        )
+        .returning(cohort.c.id, cohort.c.dispatch_no, cohort.c.attempt)
+    ).all()
+    numbers = {int(row.id): int(row.dispatch_no) for row in rows}
+    _events(conn, [(row.id, row.attempt) for row in rows], "dispatched", boot_id)
+    return [Message(queue=queue, cohort_id=i, dispatch_no=numbers[i]) for i in ids if i in numbers]
+
+
+def _events(conn: sa.Connection, cohorts: Sequence[tuple[int, int]], kind: str, boot_id: int | None) -> None:
+    if cohorts:
+        conn.execute(
+            sa.insert(cohort_event),
+            [
+                {"cohort_id": cohort_id, "attempt": attempt, "kind": kind, "instance_boot_id": boot_id}
+                for cohort_id, attempt in cohorts
+            ],
+        )

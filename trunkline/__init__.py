@@ -1,0 +1,54 @@
+"""Trunkline for producers: submit batches and single jobs to a Trunkline server, and read what came of them."""
+
+from trunkline.async_client import AsyncClient
+from trunkline.client import Client
+from trunkline.errors import (
+    APIError,
+    AuthenticationError,
+    BatchFailed,
+    ConfigError,
+    ConflictError,
+    ConnectionFailed,
+    InputError,
+    InvalidRequestError,
+    JobFailed,
+    NotFoundError,
+    PermissionDenied,
+    QuotaError,
+    ServerError,
+    TimedOut,
+    TrunklineError,
+    UnreadableReply,
+)
+from trunkline.wire import Batch, BatchUsage, Error, File, Job, LineError, Model, Page, Result, Usage
+
+__all__ = [
+    "APIError",
+    "AsyncClient",
+    "AuthenticationError",
+    "Batch",
+    "BatchFailed",
+    "BatchUsage",
+    "Client",
+    "ConfigError",
+    "ConflictError",
+    "ConnectionFailed",
+    "Error",
+    "File",
+    "InputError",
+    "InvalidRequestError",
+    "Job",
+    "JobFailed",
+    "LineError",
+    "Model",
+    "NotFoundError",
+    "Page",
+    "PermissionDenied",
+    "QuotaError",
+    "Result",
+    "ServerError",
+    "TimedOut",
+    "TrunklineError",
+    "UnreadableReply",
+    "Usage",
+]

@@ -1,0 +1,147 @@
+"""Talking to an OpenAI-compatible engine over HTTP: submit, tokenize, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import orjson
+
+from service.core.model import Endpoint
+from service.core.usage import parse_usage
+from workers.engines.base import EngineGone, EngineReply, EngineRequest, EngineTimeout
+
+_CONNECT_SECONDS = 10.0
+_QUESTION_SECONDS = 30.0  # /health, /metrics and the like; a busy CPU engine may hold its loop for some seconds
+# What of a chat body alters the prompt, as vLLM's /tokenize names it.
+_CHAT_TOKENIZE_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
+)
+
+
+class EngineHttp:
+    """One engine's HTTP side. `salt` and `priority` say which of our own fields it is sent."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, through_proxies: bool = False) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.salt = False
+        self.priority = False
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            headers=headers,
+            trust_env=through_proxies,
+            # The feeder bounds what is in flight; a pool limit below it would hide requests from the engine's queue.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            timeout=httpx.Timeout(_QUESTION_SECONDS, connect=_CONNECT_SECONDS),
+        )
+
+    async def submit(self, request: EngineRequest) -> EngineReply:
+        """The engine's answer. Raises EngineTimeout, and EngineGone where the connection failed.
+
+        Cancelling closes the connection, which makes vLLM abort the request.
+        """
+        fields: dict[str, object] = {}
+        if self.salt and request.salt:
+            fields["cache_salt"] = request.salt
+        if self.priority:
+            fields["priority"] = request.priority
+        # The priority holds the feeder's sequence number, so no two submissions share an id.
+        request_id = f"job-{request.job_id}-{request.priority}"
+        status, body = await self.post(request.endpoint, request.body, fields, request.timeout_seconds, request_id)
+        return EngineReply(status_code=status, body=body, usage=parse_usage(body))
+
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        fields: Mapping[str, object],
+        timeout_seconds: float,
+        request_id: str | None = None,
+    ) -> tuple[int, bytes]:
+        """POST a JSON body with our fields put over it, whatever it held under those names."""
+        content = orjson.dumps({**orjson.loads(body), **fields}) if fields else body
+        headers = {"content-type": "application/json", **({"x-request-id": request_id} if request_id else {})}
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                reply = await self._client.post(
+                    path,
+                    content=content,
+                    headers=headers,
+                    timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+                )
+        except TimeoutError as error:
+            raise EngineTimeout(f"after {timeout_seconds:g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineGone(f"({type(error).__name__})") from error
+        return reply.status_code, reply.content
+
+    async def get(self, path: str, *, timeout_seconds: float = _QUESTION_SECONDS) -> tuple[int, bytes] | None:
+        """GET; None where nobody answers."""
+        try:
+            reply = await self._client.get(path, timeout=timeout_seconds)
+        except httpx.HTTPError:
+            return None
+        return reply.status_code, reply.content
+
+    async def get_json(self, path: str) -> Any:
+        """The parsed answer; None unless it is a 200 with JSON."""
+        reply = await self.get(path)
+        if reply is None or reply[0] != 200:
+            return None
+        try:
+            return orjson.loads(reply[1])
+        except orjson.JSONDecodeError:
+            return None
+
+    async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
+        """The engine's own ids for a body's prompt; None where it has no /tokenize or the prompt is no text."""
+        question = tokenize_question(endpoint, orjson.loads(body))
+        if question is None:
+            return None
+        status, answer = await self.post("/tokenize", orjson.dumps(question), {}, _QUESTION_SECONDS)
+        if status != 200:
+            return None
+        tokens = orjson.loads(answer).get("tokens")
+        return tokens if isinstance(tokens, list) else None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def tokenize_question(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What to send to /tokenize so that it renders and tokenises as the endpoint would."""
+    if endpoint == Endpoint.CHAT:
+        return {"model": body["model"], **{name: body[name] for name in _CHAT_TOKENIZE_FIELDS if name in body}}
+    prompt = body.get("prompt") if endpoint == Endpoint.COMPLETIONS else body.get("input")
+    if not isinstance(prompt, str):
+        return None
+    question: dict[str, Any] = {"model": body["model"], "prompt": prompt}
+    if "add_special_tokens" in body:
+        question["add_special_tokens"] = body["add_special_tokens"]
+    return question
+
+
+def cache_config(metrics: bytes) -> tuple[int | None, int | None]:
+    """(KV capacity in tokens, block size in tokens) from the labels of vLLM's `vllm:cache_config_info`."""
+    match = re.search(rb"^vllm:cache_config_info\{(.*)\} ", metrics, re.MULTILINE)
+    if match is None:
+        return None, None
+    labels = dict(re.findall(rb'(\w+)="([^"]*)"', match.group(1)))
+    block_size = _number(labels.get(b"block_size"))
+    capacity = _number(labels.get(b"kv_cache_size_tokens"))
+    blocks = _number(labels.get(b"num_gpu_blocks"))
+    if capacity is None and blocks is not None and block_size is not None:
+        capacity = blocks * block_size
+    return capacity, block_size
+
+
+def _number(raw: bytes | None) -> int | None:
+    return int(raw) if raw is not None and raw.isdigit() else None
