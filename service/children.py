@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,27 +66,34 @@ def _before_exec(death_signal: signal.Signals, account: Account | None, parent: 
     return prepare
 
 
-def stop(child: subprocess.Popen[bytes], *, first: signal.Signals, grace_seconds: float) -> bool:
-    """Send `first`, wait, then SIGKILL the child and its descendants. True when the first signal was enough."""
-    if child.poll() is not None:
-        return True
-    descendants = _descendants(child.pid)
-    child.send_signal(first)
-    try:
-        child.wait(timeout=grace_seconds)
-        gentle = True
-    except subprocess.TimeoutExpired:
-        descendants += [process for process in _descendants(child.pid) if process not in descendants]
-        child.kill()
-        child.wait()
-        gentle = False
-    end_survivors(descendants)
-    return gentle
+def stop(child: subprocess.Popen[bytes], *, first: signal.Signals, grace_seconds: float) -> None:
+    """Send `first`, wait, then SIGKILL the child and whatever it started. A child that is gone already is fine."""
+    stop_all([(child, grace_seconds)], first=first)
+
+
+def stop_all(
+    children: Sequence[tuple[subprocess.Popen[bytes], float]], *, first: signal.Signals = signal.SIGTERM
+) -> None:
+    """The same for several at once, each with its own grace in seconds."""
+    families: list[psutil.Process] = []
+    for child, _ in children:
+        if child.poll() is None:
+            families += _descendants(child.pid)
+            child.send_signal(first)
+    started = time.monotonic()
+    for child, grace_seconds in children:
+        try:
+            child.wait(timeout=max(0.0, started + grace_seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            families += _descendants(child.pid)
+            child.kill()
+            child.wait()
+    end_survivors(families)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
 
@@ -102,4 +110,4 @@ def end_survivors(processes: Sequence[psutil.Process], *, grace_seconds: float =
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=grace_seconds)
-    return alive
+    return list(alive)

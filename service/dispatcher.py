@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import psycopg
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -21,9 +23,11 @@ from service import reaper
 from service.broker import CONTROL_QUEUE, Publisher, make_app
 from service.connections import find_connections
 from service.core import plan as planning
-from service.core.ledger import Ledger
+from service.core.cut import FloatArray
+from service.core.ledger import BootView, Ledger
 from service.core.model import Priority
-from service.core.prefix import cacheable_tokens, shared_tokens
+from service.core.prefix import cacheable_tokens, neighbour_shared_tokens, shared_tokens
+from service.core.steal import InstanceLoad, halve, steal_from
 from service.errors import BrokerUnreachable
 from service.migrate import check_schema
 from service.settings import Settings
@@ -40,6 +44,8 @@ _REPLAN_SHARE = 0.2  # late arrivals beyond this share of what is planned: plan 
 _DEFAULT_BLOCK_TOKENS = 16  # vLLM's on a GPU; for engines that do not say
 _DEFAULT_KV_TOKENS = 1_000_000
 _DEFAULT_SEQUENCES = 64
+# Until rates are fitted: only their ratio matters to a plan, and ten to one is common on GPUs.
+_DEFAULT_RATES = planning.Rates(prefill_tokens_per_second=10_000.0, decode_tokens_per_second=1_000.0)
 _LEADER_LOCK = 0x7472756E6B  # "trunk"
 
 
@@ -80,13 +86,12 @@ class Dispatcher:
         """Plan, move and publish once. Returns how many cohorts were published."""
         with self._database.transaction() as conn:
             boots = instances.ready_boots(conn, self._settings.stale_boot_seconds)
-            waiting = backlog.models_waiting(conn)
         self._database.run(self._isolate_suspects)
         for model in sorted({boot.model for boot in boots}):
             self._notice_boots(model, [boot for boot in boots if boot.model == model])
-        for model in waiting:
+        for model in self._database.run(backlog.models_waiting):
             if any(boot.model == model for boot in boots):
-                self._database.run(lambda conn, model=model: self._plan_model(conn, model, boots))  # type: ignore[misc]
+                self._database.run(partial(self._plan_model, model=model, boots=boots))
         self._database.run(lambda conn: self._rescue_orphans(conn, boots))
         self._database.run(lambda conn: self._steal(conn, boots))
         messages = [message for boot in boots for message in self._dispatch(boot)]
@@ -137,7 +142,7 @@ class Dispatcher:
         self, conn: sa.Connection, model: str, priority: int, jobs: Sequence[backlog.WaitingJob], fleet: Fleet
     ) -> None:
         boots = fleet.of_model(model)
-        held = backlog.last_keys(conn, [boot.id for boot in boots])
+        held = backlog.last_keys(conn, [(boot.id, boot.queue) for boot in boots])
         views = [instance_view(boot, held.get(boot.queue), fleet.seconds(boot.queue)) for boot in boots]
         started = time.monotonic()
         cohorts = planning.plan(backlog_arrays(jobs), views, planning.Limits(cohort_jobs=self._settings.cohort_jobs))
@@ -170,16 +175,17 @@ class Dispatcher:
     def _place_singles(self, conn: sa.Connection, model: str, fleet: Fleet) -> None:
         """Jobs without a backlog go, one by one, where the least work is left to do for them."""
         boots = fleet.of_model(model)
+        for boot in boots:
+            self._ledger.open(boot.id, boot.kv_capacity_tokens or _DEFAULT_KV_TOKENS)
+        views = [ledger_view(boot, fleet.seconds(boot.queue)) for boot in boots]
+        queues = {boot.id: boot.queue for boot in boots}
         for priority, waiting in backlog.waiting_singles(conn, model, _SINGLES_PER_PASS):
-            choice = self._ledger.choose(
-                key=waiting.prefix_key,
-                prompt_tokens=waiting.prompt_tokens,
-                candidates=[ledger_candidate(boot, fleet.seconds(boot.queue)) for boot in boots],
-            )
-            boot = next(boot for boot in boots if boot.id == choice.boot_id)
+            choice = self._ledger.choose(waiting.prefix_key, waiting.prompt_tokens, views)
+            if choice is None:
+                return
             single = backlog.NewCohort(
                 model=model,
-                queue=boot.queue,
+                queue=queues[choice.boot_id],
                 sequence=backlog.next_sequence(conn),
                 priority=max(priority, Priority.INTERACTIVE),
                 alone=False,
@@ -190,7 +196,7 @@ class Dispatcher:
                 first_of_group=[choice.predicted_cached_tokens == 0],
             )
             backlog.insert_cohorts(conn, [single])
-            self._ledger.record(boot.id, waiting.prefix_key, waiting.prompt_tokens)
+            self._ledger.record(choice.boot_id, waiting.prefix_key, waiting.prompt_tokens)
 
     def _rescue_orphans(self, conn: sa.Connection, boots: Sequence[Boot]) -> None:
         """Ready cohorts of queues that no ready boot serves go, in order, to the instance with the least work."""
@@ -205,25 +211,40 @@ class Dispatcher:
                 dispatching.rebind(conn, cohort_id, target.queue, first_predicted=0)
 
     def _steal(self, conn: sa.Connection, boots: Sequence[Boot]) -> None:
-        """An instance that has nothing left takes the tail cohort of the one with most estimated work left."""
-        fleet = Fleet(boots=list(boots), loads=dispatching.queue_loads(conn))
+        """An instance that has nothing left takes the tail of the one with most estimated work left."""
         for thief in boots:
+            fleet = Fleet(boots=list(boots), loads=dispatching.queue_loads(conn))
             out = fleet.count(thief.queue, "active_cohorts", interactive=False)
             if out >= reaper.BULK_SLOTS or fleet.count(thief.queue, "ready_cohorts", interactive=False):
                 continue
-            rivals = [
-                boot
-                for boot in fleet.of_model(thief.model)
-                if boot.id != thief.id and fleet.count(boot.queue, "ready_cohorts", interactive=False) > 1
+            peers = fleet.of_model(thief.model)
+            tails = [None if boot is thief else dispatching.tail_of(conn, boot.queue, boot.model) for boot in peers]
+            loads = [
+                InstanceLoad(
+                    seconds_left=fleet.seconds(boot.queue),
+                    stealable_cohorts=fleet.count(boot.queue, "ready_cohorts", interactive=False) if tail else 0,
+                    tail_seconds=tail.estimated_seconds if tail else 0.0,
+                    tail_jobs=len(tail.jobs) if tail else 0,
+                )
+                for boot, tail in zip(peers, tails, strict=True)
             ]
-            victim = planning.steal_from({boot.queue: fleet.seconds(boot.queue) for boot in rivals})
-            tail = dispatching.tail_cohort(conn, victim, thief.model) if victim is not None else None
-            if tail is None:
+            steal = steal_from(loads, peers.index(thief))
+            tail = tails[steal.victim] if steal is not None else None
+            if steal is None or tail is None:
                 continue
-            cohort_id, first_key = tail
-            held = backlog.last_keys(conn, [thief.id]).get(thief.queue, b"")
-            dispatching.rebind(conn, cohort_id, thief.queue, _predict(thief, first_key, held))
-            log.info("cohort=%d moved from %s to %s", cohort_id, victim, thief.queue)
+            self._take(conn, thief, tail, steal.halve)
+
+    def _take(self, conn: sa.Connection, thief: Boot, tail: dispatching.Tail, is_halved: bool) -> None:
+        """Bind a tail cohort, or its second half, to the thief; correct what its first job should find there."""
+        at = (
+            halve(_job_seconds(tail), neighbour_shared_tokens([item.prefix_key for item in tail.jobs]))
+            if is_halved
+            else 0
+        )
+        cohort_id = dispatching.split_tail(conn, tail, at) if at else tail.cohort_id
+        held = backlog.last_keys(conn, [(thief.id, thief.queue)]).get(thief.queue, b"")
+        dispatching.rebind(conn, cohort_id, thief.queue, _predict(thief, tail.jobs[at], held))
+        log.info("cohort=%d moved to %s, which had nothing left", cohort_id, thief.queue)
 
     def _dispatch(self, boot: Boot) -> list[Message]:
         """Fill the free slots of one boot; committed when this returns."""
@@ -263,20 +284,42 @@ def instance_view(boot: Boot, held_key: bytes | None, load_seconds: float) -> pl
     )
 
 
+def ledger_view(boot: Boot, load_seconds: float) -> BootView:
+    """A boot as the ledger sees it."""
+    block_size = boot.block_size or _DEFAULT_BLOCK_TOKENS
+    return BootView(boot_id=boot.id, block_size=block_size, rates=_rates(boot), load_seconds=load_seconds)
+
+
 def backlog_arrays(jobs: Sequence[backlog.WaitingJob]) -> planning.Backlog:
     """Rows of the backlog as the planner's arrays."""
-    return planning.Backlog.of(
-        job_ids=[item.job_id for item in jobs],
+    return planning.Backlog(
+        job_ids=np.array([item.job_id for item in jobs], dtype=np.int64),
         keys=[item.prefix_key for item in jobs],
-        prompt_tokens=[item.prompt_tokens for item in jobs],
-        output_tokens=[item.output_tokens for item in jobs],
-        body_bytes=[item.body_bytes for item in jobs],
+        prompt_tokens=np.array([item.prompt_tokens for item in jobs], dtype=np.int64),
+        output_tokens=np.array([item.output_tokens for item in jobs], dtype=np.int64),
+        body_bytes=np.array([item.body_bytes for item in jobs], dtype=np.int64),
     )
 
 
-def _predict(boot: Boot, key: bytes, held: bytes) -> int:
-    shared = shared_tokens(key, held)
-    return cacheable_tokens(shared, shared + 1, boot.block_size or _DEFAULT_BLOCK_TOKENS)
+def _rates(boot: Boot) -> planning.Rates:
+    if not boot.prefill_tokens_per_second or not boot.decode_tokens_per_second:
+        return _DEFAULT_RATES
+    return planning.Rates(
+        prefill_tokens_per_second=boot.prefill_tokens_per_second,
+        decode_tokens_per_second=boot.decode_tokens_per_second,
+    )
+
+
+def _job_seconds(tail: dispatching.Tail) -> FloatArray:
+    prefill = np.array([item.prompt_tokens - item.predicted_cached_tokens for item in tail.jobs], dtype=np.float64)
+    decode = np.array([item.output_tokens for item in tail.jobs], dtype=np.float64)
+    rates = _DEFAULT_RATES
+    return prefill / rates.prefill_tokens_per_second + decode / rates.decode_tokens_per_second
+
+
+def _predict(boot: Boot, first: dispatching.TailJob, held: bytes) -> int:
+    shared = shared_tokens(first.prefix_key, held)
+    return cacheable_tokens(shared, first.prompt_tokens, boot.block_size or _DEFAULT_BLOCK_TOKENS)
 
 
 class Leader:

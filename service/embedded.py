@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ import redis
 from service.children import Account, spawn, stop
 from service.connections import Embedded, embedded_path, load_embedded, new_secret, save_embedded
 from service.errors import DatabaseUnreachable, ServerFailed
+from service.locks import take_lock
 from service.ports import free_port, wait_port_free
 from service.postgres import (
     SERVER_ENVIRONMENT,
@@ -66,7 +66,7 @@ class EmbeddedServers:
     def start(self) -> Embedded:
         """Both servers answer when this returns. Raises ServerFailed, SettingError."""
         make_state_folder(self._settings.state_folder)
-        self._lock = _take_lock(self._settings.state_folder)
+        self._lock = take_lock(self._settings.state_folder / "servers.lock", "the servers")
         try:
             account = server_account() if self._settings.database_url is None else None
             if self._settings.database_url is None:
@@ -204,19 +204,6 @@ def make_state_folder(folder: Path) -> None:
 
 def log_path(settings: Settings, name: str) -> Path:
     return settings.state_folder / "logs" / f"{name}.log"
-
-
-def _take_lock(folder: Path) -> int:
-    lock = os.open(folder / "servers.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.read(lock, 20).decode().strip()
-        os.close(lock)
-        raise ServerFailed(f"Process {holder} already runs the servers of {folder}.") from error
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
-    return lock
 
 
 def _port(kept: int | None) -> int:

@@ -62,7 +62,8 @@ def _make_account() -> pwd.struct_passwd:
     except FileNotFoundError as error:
         raise ServerFailed(f"Postgres does not run as root and there is no useradd here: {hint}") from error
     except KeyError as error:
-        raise ServerFailed(f"Postgres does not run as root and useradd failed ({done.stderr.strip()}): {hint}") from error
+        said = done.stderr.strip()
+        raise ServerFailed(f"Postgres does not run as root and useradd failed ({said}): {hint}") from error
 
 
 def _folder(state_folder: Path) -> Path:

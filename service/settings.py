@@ -14,6 +14,9 @@ from typing import Any
 
 from service.errors import SettingError
 
+# Read by trunkline/config.py, the producer's side; a server started from the same shell must not stumble over them.
+_CLIENT_NAMES = ("TRUNKLINE_BASE_URL", "TRUNKLINE_API_KEY")
+
 
 def _setting(env: str, default: Any, help: str, *, secret: bool = False) -> Any:
     return field(default=default, metadata={"env": env, "help": help, "secret": secret})
@@ -154,7 +157,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from the environment. Raises SettingError for a bad value or an unknown TRUNKLINE_ name."""
     environ = os.environ if environ is None else environ
     specs = {spec.metadata["env"]: spec for spec in fields(Settings)}
-    unknown = sorted(name for name in environ if name.startswith("TRUNKLINE_") and name not in specs)
+    unknown = sorted(name for name in environ if name.startswith("TRUNKLINE_") and name not in {*specs, *_CLIENT_NAMES})
     if unknown:
         raise SettingError(f"{unknown[0]} is no setting of Trunkline; see docs/settings.md.")
     kinds = _kinds()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-
-from pydantic import ValidationError
 
 from trunkline.errors import InputError, UnreadableReply
 from trunkline.wire import Result
@@ -20,6 +19,8 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 
 _SPOOL_BYTES = 8 * 2**20  # kept in memory; a longer batch goes to a temporary file
+
+_LONGEST_LINE_BYTES = 16 * 2**20  # twice what a server takes by default
 
 Item = str | Mapping[str, Any]
 
@@ -73,6 +74,31 @@ def open_input(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, str]]:
         yield file, where.name if where.suffix.lower() == ".jsonl" else f"{where.name}.jsonl"
 
 
+@contextmanager
+def rewindable(stream: BinaryIO) -> Iterator[BinaryIO]:
+    """`stream` itself where it can be read again, else a temporary copy. Raises InputError where it is text."""
+    if isinstance(stream.read(0), str):
+        raise InputError("The file is open as text; open it with mode 'rb'.")
+    if stream.seekable():
+        yield stream
+        return
+    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as copy:
+        shutil.copyfileobj(stream, copy)
+        copy.seek(0)
+        yield cast(BinaryIO, copy)
+
+
+def first_endpoint(file: BinaryIO) -> str | None:
+    """The url of an input file's first line, None where there is none to be read; the file is rewound."""
+    first = file.readline(_LONGEST_LINE_BYTES).removeprefix(b"\xef\xbb\xbf")
+    file.seek(0)
+    try:
+        url = json.loads(first)["url"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return url if isinstance(url, str) else None
+
+
 class LineSplitter:
     """Chunks to lines, split at 0x0A and nowhere else: other line ends are part of a record."""
 
@@ -92,8 +118,8 @@ class LineSplitter:
 def parse_result(line: bytes) -> Result:
     """Raises UnreadableReply."""
     try:
-        return Result.model_validate_json(line)
-    except ValidationError as error:
+        return Result.model_validate(json.loads(line))
+    except (ValueError, RecursionError) as error:
         raise UnreadableReply("A line of a result file is no result.") from error
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Generic, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
@@ -85,15 +86,15 @@ def list_files(purpose: str | None, after: str | None, limit: int) -> Call[Page[
 
 
 def get_file(file_id: str) -> Call[File]:
-    return Call(method="GET", path=f"/files/{file_id}", read=_as(File))
+    return Call(method="GET", path=f"/files/{_segment(file_id)}", read=_as(File))
 
 
 def delete_file(file_id: str) -> Call[Deleted]:
-    return Call(method="DELETE", path=f"/files/{file_id}", read=_as(Deleted))
+    return Call(method="DELETE", path=f"/files/{_segment(file_id)}", read=_as(Deleted))
 
 
 def read_file(file_id: str, offset: int, size_bytes: int) -> Call[Chunk]:
-    """`size_bytes` from `offset`; a server that knows no ranges sends the whole file, from which this takes the rest."""
+    """`size_bytes` from `offset`; of a server that knows no ranges, the whole file and from it the rest."""
     headers = {"range": f"bytes={offset}-{offset + size_bytes - 1}", "accept-encoding": "identity"}
 
     def read(reply: Reply) -> Chunk:
@@ -104,7 +105,7 @@ def read_file(file_id: str, offset: int, size_bytes: int) -> Call[Chunk]:
             raise UnreadableReply(f"GET {path} answered 206 without the size of the file.")
         return Chunk(data=reply.body, is_last=offset + len(reply.body) >= int(total))
 
-    path = f"/files/{file_id}/content"
+    path = f"/files/{_segment(file_id)}/content"
     return Call(method="GET", path=path, headers=headers, read=read)
 
 
@@ -129,7 +130,7 @@ def create_batch(
 
 
 def get_batch(batch_id: str) -> Call[Batch]:
-    return Call(method="GET", path=f"/batches/{batch_id}", read=_as(Batch))
+    return Call(method="GET", path=f"/batches/{_segment(batch_id)}", read=_as(Batch))
 
 
 def list_batches(after: str | None, limit: int) -> Call[Page[Batch]]:
@@ -137,7 +138,7 @@ def list_batches(after: str | None, limit: int) -> Call[Page[Batch]]:
 
 
 def cancel_batch(batch_id: str) -> Call[Batch]:
-    return Call(method="POST", path=f"/batches/{batch_id}/cancel", read=_as(Batch))
+    return Call(method="POST", path=f"/batches/{_segment(batch_id)}/cancel", read=_as(Batch))
 
 
 def batch_results(batch_id: str, after: str | None, limit: int) -> Call[ResultsPage]:
@@ -149,7 +150,7 @@ def batch_results(batch_id: str, after: str | None, limit: int) -> Call[ResultsP
         )
 
     params = _present(after=after, limit=limit)
-    return Call(method="GET", path=f"/batches/{batch_id}/results", params=params, read=read)
+    return Call(method="GET", path=f"/batches/{_segment(batch_id)}/results", params=params, read=read)
 
 
 def create_job(
@@ -177,7 +178,7 @@ def create_job(
 def get_job(job_id: str, wait_seconds: int = 0) -> Call[Job]:
     """With `wait_seconds` (0 to 60) the server answers when the job ends, or at the latest after that long."""
     params = _present(wait=wait_seconds or None)
-    return Call(method="GET", path=f"/jobs/{job_id}", params=params, wait_seconds=wait_seconds, read=_as(Job))
+    return Call(method="GET", path=f"/jobs/{_segment(job_id)}", params=params, wait_seconds=wait_seconds, read=_as(Job))
 
 
 def list_jobs(after: str | None, limit: int) -> Call[Page[Job]]:
@@ -185,7 +186,7 @@ def list_jobs(after: str | None, limit: int) -> Call[Page[Job]]:
 
 
 def cancel_job(job_id: str) -> Call[Job]:
-    return Call(method="POST", path=f"/jobs/{job_id}/cancel", read=_as(Job))
+    return Call(method="POST", path=f"/jobs/{_segment(job_id)}/cancel", read=_as(Job))
 
 
 def list_models() -> Call[Page[Model]]:
@@ -209,12 +210,15 @@ def error_of(reply: Reply, retry_after_seconds: float | None = None) -> APIError
 
 def _as(kind: type[M]) -> Callable[[Reply], M]:
     def read(reply: Reply) -> M:
+        # json.loads, not pydantic's own reader, which refuses half a surrogate pair: an engine's answer may hold one.
         try:
-            return kind.model_validate_json(reply.body)
+            return kind.model_validate(json.loads(reply.body))
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"])
             raise UnreadableReply(f"The answer is no {kind.__name__} ({place or 'body'}: {first['msg']}).") from error
+        except (ValueError, RecursionError) as error:
+            raise UnreadableReply("The answer is not JSON; is TRUNKLINE_BASE_URL a Trunkline server?") from error
 
     return read
 
@@ -225,6 +229,11 @@ def _envelope(body: bytes) -> dict[str, Any]:
     except (ValueError, AttributeError):
         return {}
     return inside if isinstance(inside, dict) else {}
+
+
+def _segment(given_id: str) -> str:
+    """An id as one segment of a path, whatever a user typed for it."""
+    return quote(given_id, safe="")
 
 
 def _text(value: object) -> str | None:

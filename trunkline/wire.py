@@ -17,7 +17,7 @@ class Wire(BaseModel):
 
     def as_dict(self) -> dict[str, Any]:
         """The object as the server sent it."""
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(exclude_unset=True)
 
 
 class Error(Wire):
@@ -229,7 +229,8 @@ class Answered(Wire):
     def text(self) -> str | None:
         """The text of the first choice, of chat and of completions."""
         choices = (self.body or {}).get("choices") or [{}]
-        return (choices[0].get("message") or {}).get("content") or choices[0].get("text")
+        text = (choices[0].get("message") or {}).get("content") or choices[0].get("text")
+        return text if isinstance(text, str) else None
 
     @property
     def failure(self) -> Error | None:

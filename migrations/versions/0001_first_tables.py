@@ -103,6 +103,8 @@ def _create_cohort() -> None:
         ["queue", "state", "priority", "sequence"],
         postgresql_where=sa.text("state in ('ready', 'dispatched', 'running')"),
     )
+    op.create_index("ix_cohort_queue_sequence", "cohort", ["queue", "sequence"])
+    op.create_index("ix_cohort_sequence", "cohort", ["sequence"])
 
 
 def _create_cohort_event() -> None:
@@ -360,6 +362,7 @@ def _create_job() -> None:
         sa.Column("predicted_cached_tokens", sa.Integer()),
         sa.Column("first_of_group", sa.Boolean()),
         sa.Column("cohort_id", sa.BigInteger()),
+        sa.Column("cohort_position", sa.Integer()),
         sa.Column("priority", sa.SmallInteger()),
         sa.Column("deadline_at", sa.DateTime(timezone=True)),
         sa.Column("metadata", JSONB()),

@@ -1,4 +1,4 @@
-"""Public ids: a prefix, 12 hex digits of milliseconds, 20 of randomness, so that ids sort by the time they were made."""
+"""Public ids: a prefix, 12 hex digits of milliseconds, 20 of randomness: ids sort by the time they were made."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def is_id(prefix: str, text: str) -> bool:
 def line_id(job_id: int) -> str:
     """The public id of a line of a batch."""
     return f"{LINE_PREFIX}{job_id:016x}"
+
+
+def unsent_line_id(batch_id: str, line_no: int) -> str:
+    """The public id of a line that never became a job."""
+    return f"{LINE_PREFIX}{batch_id.removeprefix(BATCH_PREFIX)}{line_no:08x}"

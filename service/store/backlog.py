@@ -139,24 +139,25 @@ def next_sequence(conn: sa.Connection) -> int:
     return int(conn.execute(sa.select(func.coalesce(func.max(cohort.c.sequence), 0) + 1)).scalar_one())
 
 
-def last_keys(conn: sa.Connection, boot_ids: Sequence[int]) -> dict[str, bytes]:
-    """Queue -> the last prefix key that is planned for it, or ran on its present boot: where its next run goes on."""
-    open_or_own = sa.or_(cohort.c.state == CohortState.READY, cohort.c.instance_boot_id.in_(boot_ids))
-    last = (
-        sa.select(cohort.c.queue, cohort.c.id)
-        .where(open_or_own, cohort.c.priority < Priority.INTERACTIVE)
-        .order_by(cohort.c.queue, cohort.c.sequence.desc())
-        .distinct(cohort.c.queue)
-        .subquery()
-    )
-    # bytea has no max() before Postgres 18.
-    rows = conn.execute(
-        sa.select(last.c.queue, job.c.prefix_key)
-        .join(job, job.c.cohort_id == last.c.id)
-        .order_by(last.c.queue, job.c.prefix_key.desc(), job.c.id.desc())
-        .distinct(last.c.queue)
-    )
-    return {row.queue: row.prefix_key for row in rows}
+def last_keys(conn: sa.Connection, boots: Sequence[tuple[int, str]]) -> dict[str, bytes]:
+    """For (boot id, queue) pairs: queue -> the last prefix key that is planned for it, or ran on that boot. There its
+    next run goes on."""
+    keys = {}
+    for boot_id, queue in boots:
+        open_or_own = sa.or_(cohort.c.state == CohortState.READY, cohort.c.instance_boot_id == boot_id)
+        last = (
+            sa.select(cohort.c.id)
+            .where(cohort.c.queue == queue, open_or_own, cohort.c.priority < Priority.INTERACTIVE)
+            .order_by(cohort.c.sequence.desc())
+            .limit(1)
+            .scalar_subquery()
+        )
+        key = conn.execute(
+            sa.select(job.c.prefix_key).where(job.c.cohort_id == last).order_by(job.c.cohort_position.desc()).limit(1)
+        ).scalar_one_or_none()
+        if key is not None:
+            keys[queue] = key
+    return keys
 
 
 def unplan_ready(conn: sa.Connection, model: str) -> int:
@@ -206,7 +207,7 @@ def isolate(conn: sa.Connection, suspect: Suspect) -> int:
     jobs = conn.execute(
         sa.select(*_WAITING)
         .where(job.c.cohort_id == suspect.cohort_id, ~_HAS_RESULT)
-        .order_by(job.c.prefix_key, job.c.id)
+        .order_by(job.c.cohort_position)
         .with_for_update(of=job)
     ).all()
     conn.execute(sa.update(job).where(job.c.id.in_([row.id for row in jobs])).values(cohort_id=None))
@@ -274,21 +275,24 @@ def _bind(conn: sa.Connection, ids: list[int], planned: Sequence[NewCohort]) -> 
     """One UPDATE for all jobs of a plan; how many each cohort got."""
     jobs: list[int] = []
     cohorts: list[int] = []
+    positions: list[int] = []
     predicted: list[int] = []
     first: list[bool] = []
     for cohort_id, item in zip(ids, planned, strict=True):
         jobs.extend(int(job_id) for job_id in item.job_ids)
         cohorts.extend([cohort_id] * len(item.job_ids))
+        positions.extend(range(len(item.job_ids)))
         predicted.extend(int(tokens) for tokens in item.predicted_cached_tokens)
         first.extend(bool(flag) for flag in item.first_of_group)
     plan = (
         func.unnest(
             sa.cast(jobs, pg.ARRAY(sa.BigInteger)),
             sa.cast(cohorts, pg.ARRAY(sa.BigInteger)),
+            sa.cast(positions, pg.ARRAY(sa.Integer)),
             sa.cast(predicted, pg.ARRAY(sa.Integer)),
             sa.cast(first, pg.ARRAY(sa.Boolean)),
         )
-        .table_valued("job_id", "cohort_id", "predicted", "first")
+        .table_valued("job_id", "cohort_id", "position", "predicted", "first")
         .render_derived(name="plan")
     )
     admitted = sa.or_(
@@ -298,7 +302,12 @@ def _bind(conn: sa.Connection, ids: list[int], planned: Sequence[NewCohort]) -> 
     bound = (
         sa.update(job)
         .where(job.c.id == plan.c.job_id, job.c.cohort_id.is_(None), admitted, ~_HAS_RESULT)
-        .values(cohort_id=plan.c.cohort_id, predicted_cached_tokens=plan.c.predicted, first_of_group=plan.c.first)
+        .values(
+            cohort_id=plan.c.cohort_id,
+            cohort_position=plan.c.position,
+            predicted_cached_tokens=plan.c.predicted,
+            first_of_group=plan.c.first,
+        )
         .returning(job.c.cohort_id)
         .cte("bound")
     )

@@ -209,7 +209,8 @@ def progress_of(conn: sa.Connection, batch_ids: Sequence[str]) -> Mapping[str, P
     found = {}
     for row in conn.execute(statement):
         values = dict(row._mapping)
-        found[values.pop("batch_id")] = Progress(**values)
+        batch_id = values.pop("batch_id")
+        found[batch_id] = Progress(**values)
     return found
 
 
@@ -265,7 +266,5 @@ def unfinished_lines(conn: sa.Connection, tenant_id: int) -> int:
 
 def reads_file(conn: sa.Connection, file_id: str) -> bool:
     """Whether a batch that is not terminal has this input file."""
-    statement = sa.select(
-        sa.exists().where(batch.c.input_file_id == file_id, batch.c.status.in_(OPEN_STATUSES))
-    )
+    statement = sa.select(sa.exists().where(batch.c.input_file_id == file_id, batch.c.status.in_(OPEN_STATUSES)))
     return bool(conn.execute(statement).scalar_one())

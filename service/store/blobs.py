@@ -16,6 +16,7 @@ import fsspec
 from service.errors import SettingError, StoreFailed
 
 CHUNK_BYTES = 1 << 20
+_DRAFT_SUFFIX = ".part"  # of a blob that is being written
 
 
 class BlobMissing(StoreFailed):
@@ -27,19 +28,21 @@ class Blob:
     """Bytes that were written whole. `path` is relative to STORE_URL and safe to keep in a row."""
 
     path: str
-    bytes: int
+    size_bytes: int
     sha256: bytes
 
 
 @contextmanager
 def _store_errors(path: str) -> Iterator[None]:
-    """What a file store raises, as StoreFailed: OSError from folders and most object stores, their own from others."""
+    """Whatever a file store raises, as StoreFailed."""
     try:
         yield
     except FileNotFoundError as error:
         raise BlobMissing(f"({path})") from error
     except OSError as error:
         raise StoreFailed(f"({path}: {error.strerror or type(error).__name__})") from error
+    except Exception as error:
+        raise StoreFailed(f"({path}: {type(error).__name__})") from error
 
 
 class Blobs:
@@ -88,6 +91,17 @@ class Blobs:
             except FileNotFoundError:
                 return
 
+    def sweep_drafts(self, path: str) -> int:
+        """Remove what writers of `path` left behind when they were killed; how many. The caller is the only writer."""
+        folder = os.path.dirname(self._full(path))
+        with _store_errors(path):
+            self._files.invalidate_cache()
+            found = self._files.ls(folder, detail=False) if self._files.isdir(folder) else []
+            drafts = [name for name in found if _is_draft(os.path.basename(name), os.path.basename(path))]
+            for name in drafts:
+                self._files.rm_file(name)
+        return len(drafts)
+
     def check(self) -> None:
         """Raise StoreFailed unless a byte can be written and taken away again."""
         path = f".probe-{secrets.token_hex(8)}"
@@ -105,7 +119,7 @@ class BlobWriter:
 
     def __init__(self, files: Any, *, path: str, full: str, sync: bool) -> None:
         self._files, self._path, self._full, self._sync = files, path, full, sync
-        self._draft = f"{full}.{secrets.token_hex(8)}.part"
+        self._draft = f"{full}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
         self._hash = hashlib.sha256()
         self._done = False
         self.bytes = 0
@@ -130,7 +144,7 @@ class BlobWriter:
             self._stream.close()
             self._files.mv(self._draft, self._full)
         self._done = True
-        return Blob(path=self._path, bytes=self.bytes, sha256=self._hash.digest())
+        return Blob(path=self._path, size_bytes=self.bytes, sha256=self._hash.digest())
 
     def discard(self) -> None:
         """Remove what was written. Does nothing after `publish`."""
@@ -157,6 +171,10 @@ def new_blob_path(folder: str) -> str:
     """A path that nobody else has, below `folder`, spread over 256 folders. Never made from a client's file name."""
     token = secrets.token_hex(16)
     return f"{folder}/{token[:2]}/{token}"
+
+
+def _is_draft(name: str, of: str) -> bool:
+    return name.startswith(f"{of}.") and name.endswith(_DRAFT_SUFFIX)
 
 
 def _chunks(stream: BinaryIO, path: str, length: int | None) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -89,7 +89,7 @@ def claim(
 
 
 def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
-    """The jobs of a claimed cohort that have no result, in planned order (the order of their prefix keys)."""
+    """The jobs of a claimed cohort that have no result, in planned order."""
     queued_ms = func.extract("epoch", func.now() - job.c.created_at) * 1000
     rows = conn.execute(
         sa.select(
@@ -109,7 +109,7 @@ def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
         )
         .join(tenant, tenant.c.id == job.c.tenant_id)
         .where(job.c.cohort_id == claim.cohort_id, ~sa.exists().where(job_result.c.job_id == job.c.id))
-        .order_by(job.c.prefix_key, job.c.id)
+        .order_by(job.c.cohort_position, job.c.id)
     )
     return [
         ClaimedJob(
@@ -131,11 +131,18 @@ def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
     ]
 
 
-def renew(conn: sa.Connection, boot_id: int, lease_seconds: float) -> set[int]:
-    """Renew every lease of a boot in one UPDATE; the ids that it still holds."""
+def renew(conn: sa.Connection, boot_id: int, lease_seconds: float, cohort_ids: Collection[int]) -> set[int]:
+    """Renew the leases of the cohorts that a boot knows it runs, in one UPDATE; the ids that it still holds.
+
+    Only those: a claim whose commit was answered by a broken connection runs nowhere, and its lease must expire.
+    """
     rows = conn.execute(
         sa.update(cohort)
-        .where(cohort.c.instance_boot_id == boot_id, cohort.c.state == CohortState.RUNNING)
+        .where(
+            cohort.c.instance_boot_id == boot_id,
+            cohort.c.state == CohortState.RUNNING,
+            cohort.c.id.in_(sorted(cohort_ids)),
+        )
         .values(lease_expires_at=_in(lease_seconds))
         .returning(cohort.c.id)
     )

@@ -13,6 +13,7 @@ from service.store.tables import cohort, cohort_event, instance_boot, job
 
 _ACTIVE = (CohortState.DISPATCHED, CohortState.RUNNING)
 _other = cohort.alias("other")
+_NOT_COPIED = {"id", "n_jobs", "estimated_seconds", "body_bytes"}  # when a cohort is split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,26 @@ class Message:
     queue: str
     cohort_id: int
     dispatch_no: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailJob:
+    """A job of a cohort that may be stolen or split: what choosing the place needs."""
+
+    job_id: int
+    prefix_key: bytes
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """The last ready cohort of a queue; its jobs in planned order."""
+
+    cohort_id: int
+    estimated_seconds: float
+    jobs: list[TailJob]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +110,7 @@ def dispatch(
             ~bulk if interactive else bulk,
             ~alone_is_out,
         )
-        .order_by(cohort.c.priority.desc(), cohort.c.sequence)
+        .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
@@ -108,17 +129,17 @@ def dispatch_suspects(conn: sa.Connection, *, boot_id: int, queue: str, model: s
             cohort.c.alone,
             ~busy,
         )
-        .order_by(cohort.c.priority.desc(), cohort.c.sequence)
+        .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
         .limit(1)
         .with_for_update(skip_locked=True)
     )
     return _move(conn, chosen, boot_id, queue)
 
 
-def tail_cohort(conn: sa.Connection, queue: str, model: str) -> tuple[int, bytes] | None:
-    """The last ready bulk cohort of a queue and its first prefix key, locked: what an idle instance may take."""
+def tail_of(conn: sa.Connection, queue: str, model: str) -> Tail | None:
+    """The last ready bulk cohort of a queue, locked: what an idle instance may take."""
     row = conn.execute(
-        sa.select(cohort.c.id)
+        sa.select(cohort.c.id, cohort.c.estimated_seconds)
         .where(
             cohort.c.queue == queue,
             cohort.c.model == model,
@@ -126,16 +147,51 @@ def tail_cohort(conn: sa.Connection, queue: str, model: str) -> tuple[int, bytes
             cohort.c.priority < Priority.INTERACTIVE,
             ~cohort.c.alone,
         )
-        .order_by(cohort.c.priority, cohort.c.sequence.desc())
+        .order_by(cohort.c.priority, cohort.c.sequence.desc(), cohort.c.id.desc())
         .limit(1)
         .with_for_update(skip_locked=True)
     ).one_or_none()
     if row is None:
         return None
-    key = conn.execute(
-        sa.select(job.c.prefix_key).where(job.c.cohort_id == row.id).order_by(job.c.prefix_key, job.c.id).limit(1)
-    ).scalar_one_or_none()
-    return row.id, key or b""
+    jobs = conn.execute(
+        sa.select(job.c.id, job.c.prefix_key, job.c.prompt_tokens, job.c.predicted_cached_tokens)
+        .add_columns(job.c.predicted_output_tokens)
+        .where(job.c.cohort_id == row.id)
+        .order_by(job.c.cohort_position, job.c.id)
+    ).all()
+    return Tail(cohort_id=row.id, estimated_seconds=row.estimated_seconds, jobs=[TailJob(*item) for item in jobs])
+
+
+def split_tail(conn: sa.Connection, tail: Tail, at: int) -> int:
+    """The jobs from index `at` on become a ready cohort of their own behind it. Returns its id."""
+    moved = [item.job_id for item in tail.jobs[at:]]
+    share = len(moved) / len(tail.jobs)
+    columns = [column for column in cohort.c if column.name not in _NOT_COPIED]
+    new_id = conn.execute(
+        sa.insert(cohort)
+        .from_select(
+            [*(column.name for column in columns), "n_jobs", "estimated_seconds", "body_bytes"],
+            sa.select(
+                *columns,
+                sa.literal(len(moved)),
+                cohort.c.estimated_seconds * share,
+                sa.cast(cohort.c.body_bytes * share, sa.BigInteger),
+            ).where(cohort.c.id == tail.cohort_id),
+        )
+        .returning(cohort.c.id)
+    ).scalar_one()
+    conn.execute(sa.update(job).where(job.c.id.in_(moved)).values(cohort_id=new_id))
+    conn.execute(
+        sa.update(cohort)
+        .where(cohort.c.id == tail.cohort_id)
+        .values(
+            n_jobs=at,
+            estimated_seconds=cohort.c.estimated_seconds * (1 - share),
+            body_bytes=sa.cast(cohort.c.body_bytes * (1 - share), sa.BigInteger),
+        )
+    )
+    _events(conn, [(int(new_id), 0)], "split", None)
+    return int(new_id)
 
 
 def rebind(conn: sa.Connection, cohort_id: int, queue: str, first_predicted: int | None) -> None:
@@ -150,12 +206,12 @@ def rebind(conn: sa.Connection, cohort_id: int, queue: str, first_predicted: int
         first = (
             sa.select(job.c.id)
             .where(job.c.cohort_id == cohort_id)
-            .order_by(job.c.prefix_key, job.c.id)
+            .order_by(job.c.cohort_position, job.c.id)
             .limit(1)
             .scalar_subquery()
         )
         conn.execute(sa.update(job).where(job.c.id == first).values(predicted_cached_tokens=first_predicted))
-    conn.execute(sa.insert(cohort_event).values(cohort_id=cohort_id, attempt=0, kind="stolen", detail=f"to {queue}"))
+    _events(conn, [(cohort_id, 0)], "stolen", None)
 
 
 def ready_cohorts_of(conn: sa.Connection, queue: str, model: str) -> list[int]:
@@ -163,7 +219,7 @@ def ready_cohorts_of(conn: sa.Connection, queue: str, model: str) -> list[int]:
     rows = conn.execute(
         sa.select(cohort.c.id)
         .where(cohort.c.queue == queue, cohort.c.model == model, cohort.c.state == CohortState.READY)
-        .order_by(cohort.c.priority.desc(), cohort.c.sequence)
+        .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
     )
     return [int(row.id) for row in rows]
 

@@ -30,7 +30,7 @@ class File:
     tenant_id: int
     filename: str
     purpose: str
-    bytes: int
+    size_bytes: int
     sha256: bytes
     store_path: str
     created_at: datetime
@@ -42,7 +42,8 @@ _IS_EXPIRED = sa.func.coalesce(file.c.expires_at <= sa.func.now(), sa.false()).l
 
 
 def _file(row: sa.Row[Any]) -> File:
-    return File(**row._mapping)
+    values: dict[str, Any] = dict(row._mapping)
+    return File(size_bytes=values.pop("bytes"), **values)
 
 
 def create_file(
@@ -65,7 +66,7 @@ def create_file(
             tenant_id=tenant_id,
             filename=filename,
             purpose=purpose,
-            bytes=blob.bytes,
+            bytes=blob.size_bytes,
             sha256=blob.sha256,
             store_path=blob.path,
             expires_at=expires_at,
@@ -100,9 +101,7 @@ def list_files(
 def lock_file(conn: sa.Connection, tenant_id: int, file_id: str) -> File | None:
     """The file, held so that no batch can be created over it until this transaction ends."""
     statement = (
-        sa.select(file, _IS_EXPIRED)
-        .where(file.c.id == file_id, file.c.tenant_id == tenant_id)
-        .with_for_update()
+        sa.select(file, _IS_EXPIRED).where(file.c.id == file_id, file.c.tenant_id == tenant_id).with_for_update()
     )
     row = conn.execute(statement).first()
     return None if row is None else _file(row)

@@ -47,16 +47,16 @@ def claim_unkeyed(conn: sa.Connection, tenant_id: int, body_sha256: bytes, new_i
 
     One that is no retry is always new, and is what a later retry repeats.
     """
-    kept = RETRY_WINDOW if is_retry else timedelta(0)
+    kept = RETRY_WINDOW if is_retry else None
     return _claim(conn, tenant_id, _UNKEYED + body_sha256.hex(), body_sha256, new_id, kept)[0]
 
 
 def _claim(
-    conn: sa.Connection, tenant_id: int, key: str, body_sha256: bytes, new_id: str, kept: timedelta
+    conn: sa.Connection, tenant_id: int, key: str, body_sha256: bytes, new_id: str, kept: timedelta | None
 ) -> tuple[str, bytes]:
-    """(created id, body hash) of the row as it stands: `new_id`'s, unless an older one is younger than `kept`."""
+    """(created id, body hash) of the row as it stands: `new_id`'s, unless there is one younger than `kept`."""
     fresh = {"body_sha256": body_sha256, "created_id": new_id, "created_at": sa.func.now()}
-    is_stale = idempotency_key.c.created_at <= sa.func.now() - kept
+    is_stale = None if kept is None else idempotency_key.c.created_at <= sa.func.now() - kept
     statement = (
         insert(idempotency_key)
         .values(tenant_id=tenant_id, key=key, **fresh)

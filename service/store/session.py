@@ -22,6 +22,9 @@ T = TypeVar("T")
 _RETRYABLE = {"40001", "40P01"}
 _MAX_TRIES = 5
 
+# Postgres is down, restarting or cut off: nothing is wrong with the statement, and it may be tried again later.
+DATABASE_AWAY = (OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError)
+
 
 class Database:
     """A pooled connection to Postgres. One per process; threads share it."""

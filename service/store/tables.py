@@ -153,6 +153,7 @@ job = Table(
     Column("predicted_cached_tokens", Integer),  # the planner's, written with cohort_id
     Column("first_of_group", Boolean),  # the planner's: no neighbour before it in the run to share with
     Column("cohort_id", BigInteger),
+    Column("cohort_position", Integer),  # planned order within the cohort
     Column("priority", SmallInteger),  # single jobs only; a batch's jobs take the batch's
     Column("deadline_at", DateTime(timezone=True)),  # single jobs only
     Column("metadata", JSONB),  # single jobs only
@@ -203,6 +204,8 @@ cohort = Table(
         "sequence",
         postgresql_where=text("state in ('ready', 'dispatched', 'running')"),
     ),
+    Index("ix_cohort_queue_sequence", "queue", "sequence"),
+    Index("ix_cohort_sequence", "sequence"),
     postgresql_with={
         "fillfactor": "70",
         "autovacuum_vacuum_scale_factor": "0.02",
@@ -273,7 +276,9 @@ job_result = Table(
     _at("finished_at", default_now=True),
     _recorded_xid(),
     Index("ix_job_result_batch_id", "batch_id", "job_id", postgresql_where=text("batch_id is not null")),
-    Index("ix_job_result_recorded", "batch_id", "recorded_xid", "job_id", postgresql_where=text("batch_id is not null")),
+    Index(
+        "ix_job_result_recorded", "batch_id", "recorded_xid", "job_id", postgresql_where=text("batch_id is not null")
+    ),
     Index("ix_job_result_instance_boot_id", "instance_boot_id"),
 )
 

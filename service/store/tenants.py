@@ -80,7 +80,9 @@ def create_key(conn: sa.Connection, tenant_name: str, label: str) -> str:
 def list_keys(conn: sa.Connection) -> list[ApiKey]:
     """Every key, oldest first."""
     rows = conn.execute(
-        sa.select(api_key.c.id, tenant.c.name.label("tenant"), api_key.c.label, api_key.c.created_at, api_key.c.revoked_at)
+        sa.select(
+            api_key.c.id, tenant.c.name.label("tenant"), api_key.c.label, api_key.c.created_at, api_key.c.revoked_at
+        )
         .join(tenant, tenant.c.id == api_key.c.tenant_id)
         .order_by(api_key.c.id)
     )
@@ -99,4 +101,4 @@ def revoke_key(conn: sa.Connection, key_id: int) -> bool:
 
 def _hash(key: str) -> bytes:
     """A fast hash is enough: a key has 256 random bits, there is nothing to guess."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key.encode()).digest()

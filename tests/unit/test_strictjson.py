@@ -25,10 +25,12 @@ def test_what_json_writes_is_read_back(value: object, ascii_only: bool) -> None:
 
 @given(st.binary(max_size=40))
 def test_any_bytes_give_a_value_or_a_named_error(raw: bytes) -> None:
+    error: Exception | None = None
     try:
         strictjson.loads(raw)
-    except (strictjson.NotJson, strictjson.AmbiguousJson) as error:
-        assert str(error).isprintable()
+    except (strictjson.NotJson, strictjson.AmbiguousJson) as caught:
+        error = caught
+    assert str(error).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class EngineRequest:
     endpoint: str
     body: bytes
     salt: str  # hex; sent as cache_salt where honoured
-    priority: int  # class * 2**40 + sequence, negated by the engine where lower means later
+    priority: int  # lower is served first, as vLLM has it: (classes above) * 2**40 + the feeder's sequence number
     prefix_key: bytes
     prompt_tokens: int
     expected_output_tokens: int
@@ -54,6 +54,7 @@ class EngineReply:
     status_code: int
     body: bytes
     usage: Usage
+    retry_after_seconds: float | None = None  # what it asked for with a 429 or 503
 
 
 class Engine(Protocol):

@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from service.core.model import Endpoint
-from service.core.usage import parse_usage
+from service.core.usage import read_usage
 from workers.engines.base import EngineGone, EngineReply, EngineRequest, EngineTimeout
 
 _CONNECT_SECONDS = 10.0
@@ -55,23 +55,29 @@ class EngineHttp:
             fields["priority"] = request.priority
         # The priority holds the feeder's sequence number, so no two submissions share an id.
         request_id = f"job-{request.job_id}-{request.priority}"
-        status, body = await self.post(request.endpoint, request.body, fields, request.timeout_seconds, request_id)
-        return EngineReply(status_code=status, body=body, usage=parse_usage(body))
+        reply = await self._post(request.endpoint, request.body, fields, request.timeout_seconds, request_id)
+        return EngineReply(
+            status_code=reply.status_code,
+            body=reply.content,
+            usage=read_usage(reply.content, prompts=count_prompts(request.endpoint, request.body)),
+            retry_after_seconds=_seconds(reply.headers.get("retry-after")),
+        )
 
     async def post(
-        self,
-        path: str,
-        body: bytes,
-        fields: Mapping[str, object],
-        timeout_seconds: float,
-        request_id: str | None = None,
+        self, path: str, body: bytes, fields: Mapping[str, object], timeout_seconds: float
     ) -> tuple[int, bytes]:
         """POST a JSON body with our fields put over it, whatever it held under those names."""
+        reply = await self._post(path, body, fields, timeout_seconds, None)
+        return reply.status_code, reply.content
+
+    async def _post(
+        self, path: str, body: bytes, fields: Mapping[str, object], timeout_seconds: float, request_id: str | None
+    ) -> httpx.Response:
         content = orjson.dumps({**orjson.loads(body), **fields}) if fields else body
         headers = {"content-type": "application/json", **({"x-request-id": request_id} if request_id else {})}
         try:
             async with asyncio.timeout(timeout_seconds):
-                reply = await self._client.post(
+                return await self._client.post(
                     path,
                     content=content,
                     headers=headers,
@@ -81,7 +87,6 @@ class EngineHttp:
             raise EngineTimeout(f"after {timeout_seconds:g} s") from error
         except httpx.HTTPError as error:
             raise EngineGone(f"({type(error).__name__})") from error
-        return reply.status_code, reply.content
 
     async def get(self, path: str, *, timeout_seconds: float = _QUESTION_SECONDS) -> tuple[int, bytes] | None:
         """GET; None where nobody answers."""
@@ -116,6 +121,15 @@ class EngineHttp:
         await self._client.aclose()
 
 
+def count_prompts(endpoint: str, body: bytes) -> int:
+    """How many prompts a body holds: of several, an engine reports the cached tokens of the last one only."""
+    if endpoint == Endpoint.CHAT:
+        return 1
+    prompt = orjson.loads(body).get("prompt" if endpoint == Endpoint.COMPLETIONS else "input")
+    is_list_of_prompts = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return len(prompt) if is_list_of_prompts else 1
+
+
 def tokenize_question(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
     """What to send to /tokenize so that it renders and tokenises as the endpoint would."""
     if endpoint == Endpoint.CHAT:
@@ -145,3 +159,8 @@ def cache_config(metrics: bytes) -> tuple[int | None, int | None]:
 
 def _number(raw: bytes | None) -> int | None:
     return int(raw) if raw is not None and raw.isdigit() else None
+
+
+def _seconds(raw: str | None) -> float | None:
+    """Retry-After in seconds; its other form, a date, is for clocks that agree."""
+    return float(raw) if raw is not None and raw.isdigit() else None

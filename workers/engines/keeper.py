@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             options.argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_keeper
         )
     except OSError as error:
-        print(f"keeper: {options.argv[0]}: {error.strerror}", file=sys.stderr)
+        sys.stderr.write(f"keeper: {options.argv[0]}: {error.strerror}\n")
         return 127
     status = _watch(child.pid, wakeup, options.record)
     return _end_tree(child.pid, status, options.record, options.grace)

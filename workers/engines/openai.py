@@ -34,7 +34,9 @@ class OpenAIEngine:
 
     async def start(self) -> EngineFacts:
         if not await self._is_healthy():
-            raise EngineFailed(f"INSTANCES: [instances.{self._instance.name}] url: {self._instance.url} does not answer.")
+            raise EngineFailed(
+                f"INSTANCES: [instances.{self._instance.name}] url: {self._instance.url} does not answer."
+            )
         served = await self._served()
         try:
             probed = await probe(self._http, self._model.name, self._model.endpoints)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import orjson
 
 from service.core.model import Endpoint
-from service.core.usage import parse_usage
+from service.core.usage import read_usage
 from workers.engines.http import EngineHttp
 
 # Long enough to fill a block of 128 tokens, the largest default in use, and short on a CPU (0.5 s each).
@@ -32,7 +32,7 @@ async def probe(http: EngineHttp, model: str, endpoints: tuple[Endpoint, ...]) -
 
     async def ask(nonce: str, **fields: object) -> tuple[int, int | None]:
         status, body = await http.post(endpoint, _body(endpoint, model, nonce), fields, _PROBE_SECONDS)
-        return status, parse_usage(body).cached_tokens
+        return status, read_usage(body).cached_tokens
 
     nonce = secrets.token_hex(8)
     first_status, _ = await ask(nonce, cache_salt=salts[0])

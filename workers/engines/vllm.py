@@ -126,9 +126,7 @@ class VllmEngine:
                 )
             reply = await self._client.get("/health", timeout_seconds=5)
             if reply is not None and reply[0] == 200:
-                log.info(
-                    "engine answers: instance=%s seconds=%.1f", self._instance.name, time.monotonic() - began
-                )
+                log.info("engine answers: instance=%s seconds=%.1f", self._instance.name, time.monotonic() - began)
                 return
             await asyncio.sleep(_HEALTH_SECONDS)
 

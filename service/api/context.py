@@ -1,0 +1,45 @@
+"""What the routes work with: one record per application, found through the request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from service.api.waiting import JobWaiter
+from service.broker import Publisher
+from service.errors import BrokerUnreachable
+from service.fleet import Models
+from service.settings import Settings
+from service.store.blobs import Blobs
+from service.store.session import Database
+from service.tokenizing import Tokenizing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Everything that a route may touch."""
+
+    settings: Settings
+    models: Models
+    database: Database
+    publisher: Publisher
+    blobs: Blobs
+    tokenizing: Tokenizing
+    waiter: JobWaiter
+
+    def hint(self, task_id: int) -> None:
+        """Tell control that a task waits. A broker that is down is no error: the sweeper publishes it again."""
+        try:
+            self.publisher.control(task_id)
+        except BrokerUnreachable as error:
+            log.warning("task=%d not published, the sweeper will: %s", task_id, error)
+
+
+def context_of(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context

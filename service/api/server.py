@@ -1,0 +1,74 @@
+"""Serving the API: one process, one port, an end that does not wait for those who wait."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from service.api.app import build
+from service.api.context import Context
+from service.errors import PortTaken, SettingError
+from service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Clients keep idle connections (the SDK for 5 s): the server must not be the one that closes first, for then a
+# request meets a reset.
+_KEEP_ALIVE_SECONDS = 75
+_GRACE_SECONDS = 10  # for downloads under way when told to stop
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn, which answers the long polls before it waits for connections to end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app = self.config.app
+        if isinstance(app, FastAPI) and isinstance(app.state.context, Context):
+            app.state.context.waiter.release()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings) -> None:
+    """Until a signal. Raises TrunklineError, one sentence, where it cannot start."""
+    app = build(settings)
+    with bind(settings.host, settings.port) as listener:
+        log.info("api listens on http://%s:%d", settings.host, settings.port)
+        make_server(app).run(sockets=[listener])
+
+
+def make_server(app: FastAPI) -> ApiServer:
+    """A server without logs of its own: its access log has query strings."""
+    return ApiServer(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises PortTaken, SettingError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SettingError(f"TRUNKLINE_HOST is {host!r}: {error.strerror}.") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(f"(port {port} of {host}; set TRUNKLINE_PORT)") from error
+        raise SettingError(f"TRUNKLINE_HOST {host}, TRUNKLINE_PORT {port}: {error.strerror}.") from error
+    return listener

@@ -1,0 +1,89 @@
+"""The Celery entry of control work: `celery -A service.celery_app worker -Q control -P threads`; Flower's too.
+
+The app is made when Celery first asks for `app`, not on import; database and models are opened when a worker starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+from typing import Any
+
+from celery import Celery, signals
+
+from service.broker import CONTROL_QUEUE, CONTROL_TASK, make_app
+from service.connections import find_connections
+from service.control import make_work, run_task
+from service.errors import TrunklineError
+from service.logs import set_up_logging
+from service.migrate import check_schema
+from service.settings import Settings, read_settings
+from service.store.session import Database
+from service.work import Work
+
+log = logging.getLogger(__name__)
+
+
+class ControlProcess:
+    """What the threads of one control worker share; there once the worker has started."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._work: Work | None = None
+
+    def set_up_logging(self, *_: object, **__: object) -> None:
+        """In place of Celery's own, which would log every task."""
+        set_up_logging(self._settings)
+
+    def start(self, *_: object, **__: object) -> None:
+        """Open database, file store and models, or stop the worker with one sentence."""
+        try:
+            database = Database(find_connections(self._settings).database_url, application_name="trunkline control")
+            database.check()
+            check_schema(database)
+            self._work = make_work(self._settings, database)
+        except TrunklineError as error:
+            _stop(error)
+
+    def stop(self, *_: object, **__: object) -> None:
+        """Handlers give their tasks back at the next chunk."""
+        if self._work is not None:
+            self._work.stopping.set()
+
+    def run(self, task_id: int) -> None:
+        if self._work is None:
+            raise RuntimeError("control work came before the worker was ready")
+        run_task(self._work, task_id)
+
+
+@cache
+def control_app() -> Celery:
+    """The app, its one task and its signals."""
+    try:
+        settings = read_settings()
+        app = make_app(settings, find_connections(settings).broker_url, queue=CONTROL_QUEUE)
+    except TrunklineError as error:
+        _stop(error)
+    process = ControlProcess(settings)
+
+    @app.task(name=CONTROL_TASK)  # type: ignore[untyped-decorator]
+    def control(task_id: int) -> None:
+        process.run(task_id)
+
+    signals.setup_logging.connect(process.set_up_logging, weak=False)
+    signals.worker_init.connect(process.start, weak=False)
+    signals.worker_shutting_down.connect(process.stop, weak=False)
+    return app
+
+
+def _stop(error: TrunklineError) -> Any:
+    """One sentence instead of Celery's traceback."""
+    print(f"trunkline control: {error}", file=sys.stderr)  # noqa: T201 (logging is not set up yet)
+    raise SystemExit(error.exit_status)
+
+
+def __getattr__(name: str) -> Celery:
+    if name in ("app", "celery"):
+        return control_app()
+    raise AttributeError(name)

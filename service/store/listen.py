@@ -1,0 +1,27 @@
+"""LISTEN: notifications of one channel, on a connection of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+from psycopg import sql
+
+from service.store.session import Database
+
+
+@contextmanager
+def listening(database: Database, channel: str) -> Iterator[psycopg.Connection]:
+    """A connection that hears `channel`. Raises psycopg.OperationalError, also later, when Postgres goes away."""
+    url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(
+        url, autocommit=True, connect_timeout=5, application_name=f"trunkline-listen-{channel}"
+    ) as conn:
+        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+        yield conn
+
+
+def payloads(conn: psycopg.Connection, seconds: float) -> list[str]:
+    """What was notified within `seconds`; returns with the first."""
+    return [notice.payload for notice in conn.notifies(timeout=seconds, stop_after=1)]

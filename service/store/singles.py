@@ -1,0 +1,210 @@
+"""Single jobs: submit, read with whatever is known of them, page, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from service.core.model import CohortState, JobStatus, LineErrorCode, MissCause, Outcome, Priority
+from service.core.usage import Usage
+from service.store.results import end_single
+from service.store.tables import cohort, instance_boot, job, job_result
+
+STATUS_OF_OUTCOME = {
+    Outcome.SUCCEEDED: JobStatus.SUCCEEDED,
+    Outcome.FAILED: JobStatus.FAILED,
+    Outcome.CANCELLED: JobStatus.CANCELLED,
+    Outcome.EXPIRED: JobStatus.EXPIRED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSingle:
+    """A job as accepted: `model` is the served name, `body` the bytes for the engine."""
+
+    endpoint: str
+    model: str
+    body: bytes
+    prefix_key: bytes
+    prompt_tokens: int
+    predicted_output_tokens: int
+    priority: Priority = Priority.INTERACTIVE
+    deadline_seconds: float | None = None
+    metadata: dict[str, str] | None = None
+    webhook_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Single:
+    """A single job with its result, where it has one."""
+
+    id: int
+    public_id: str
+    endpoint: str
+    model: str
+    priority: Priority
+    metadata: dict[str, str] | None
+    status: JobStatus
+    attempts: int
+    instance: str | None
+    predicted_cached_tokens: int | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    status_code: int | None
+    error_code: str | None
+    error_message: str | None
+    response: bytes | None
+    usage: Usage
+    miss_cause: MissCause | None
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.status in STATUS_OF_OUTCOME.values()
+
+
+def create_single(conn: sa.Connection, tenant_id: int, public_id: str, new: NewSingle) -> None:
+    """Insert the job and wake the dispatcher when this transaction commits."""
+    deadline_at = None
+    if new.deadline_seconds is not None:
+        deadline_at = sa.func.now() + sa.func.make_interval(0, 0, 0, 0, 0, 0, new.deadline_seconds)
+    conn.execute(
+        sa.insert(job).values(
+            public_id=public_id,
+            tenant_id=tenant_id,
+            endpoint=new.endpoint,
+            model=new.model,
+            body=new.body,
+            prefix_key=new.prefix_key,
+            prompt_tokens=new.prompt_tokens,
+            predicted_output_tokens=new.predicted_output_tokens,
+            priority=int(new.priority),
+            deadline_at=deadline_at,
+            metadata=sa.null() if new.metadata is None else new.metadata,
+            webhook_url=new.webhook_url,
+        )
+    )
+    conn.execute(sa.select(sa.func.pg_notify("dispatch", "")))
+
+
+def get_single(conn: sa.Connection, tenant_id: int, public_id: str) -> Single | None:
+    """None for an id that is not there, and for another tenant's."""
+    row = conn.execute(_SINGLE.where(job.c.tenant_id == tenant_id, job.c.public_id == public_id)).first()
+    return None if row is None else _single(row)
+
+
+def list_singles(conn: sa.Connection, tenant_id: int, *, after: str | None, limit: int) -> list[Single]:
+    """Newest first; ids sort by time, so a cursor still works when its job is gone."""
+    statement = _SINGLE.where(job.c.tenant_id == tenant_id, job.c.public_id.is_not(None))
+    if after is not None:
+        statement = statement.where(job.c.public_id < after)
+    rows = conn.execute(statement.order_by(job.c.public_id.desc()).limit(limit))
+    return [_single(row) for row in rows]
+
+
+def finished_among(conn: sa.Connection, public_ids: Sequence[str]) -> list[str]:
+    """Those of these jobs that have their result: one question for every long poll of a process."""
+    statement = (
+        sa.select(job.c.public_id)
+        .join(job_result, job_result.c.job_id == job.c.id)
+        .where(job.c.public_id.in_(public_ids))
+    )
+    return [str(public_id) for public_id in conn.execute(statement).scalars()]
+
+
+def request_cancel(conn: sa.Connection, single: Single) -> bool:
+    """Ask that the job end as cancelled. False: it had ended before.
+
+    One that no engine has is ended here and now; a worker finds the mark on one that runs with its next heartbeat.
+    """
+    conn.execute(
+        sa.update(job)
+        .where(job.c.id == single.id, job.c.cancel_requested_at.is_(None))
+        .values(cancel_requested_at=sa.func.now())
+    )
+    on_engine = sa.exists().where(
+        cohort.c.id == job.c.cohort_id, cohort.c.state.in_((CohortState.DISPATCHED, CohortState.RUNNING))
+    )
+    if conn.execute(sa.select(on_engine).where(job.c.id == single.id)).scalar_one():
+        ended = sa.exists().where(job_result.c.job_id == single.id)
+        return not conn.execute(sa.select(ended)).scalar_one()
+    return end_single(conn, single.id, Outcome.CANCELLED, LineErrorCode.BATCH_CANCELLED)
+
+
+_SINGLE: sa.Select[Any] = (
+    sa.select(
+        job.c.id,
+        job.c.public_id,
+        job.c.endpoint,
+        job.c.model,
+        job.c.priority,
+        job.c.metadata.label("job_metadata"),
+        job.c.tries,
+        job.c.predicted_cached_tokens,
+        job.c.created_at,
+        cohort.c.state,
+        sa.func.coalesce(job_result.c.attempt, cohort.c.attempt, 0).label("attempt"),
+        sa.func.coalesce(job_result.c.started_at, cohort.c.started_at).label("started_at"),
+        instance_boot.c.name.label("instance"),
+        job_result.c.outcome,
+        job_result.c.status_code,
+        job_result.c.error_code,
+        job_result.c.error_message,
+        job_result.c.response,
+        job_result.c.prompt_tokens,
+        job_result.c.cached_tokens,
+        job_result.c.predicted_cached_tokens.label("result_predicted_cached_tokens"),
+        job_result.c.completion_tokens,
+        job_result.c.reasoning_tokens,
+        job_result.c.miss_cause,
+        job_result.c.finished_at,
+    )
+    .outerjoin(job_result, job_result.c.job_id == job.c.id)
+    .outerjoin(cohort, cohort.c.id == job.c.cohort_id)
+    .outerjoin(
+        instance_boot,
+        instance_boot.c.id == sa.func.coalesce(job_result.c.instance_boot_id, cohort.c.instance_boot_id),
+    )
+)
+
+
+def _single(row: sa.Row[Any]) -> Single:
+    status = _status(row)
+    predicted = row.result_predicted_cached_tokens if row.outcome else row.predicted_cached_tokens
+    has_started = status is not JobStatus.QUEUED
+    return Single(
+        id=row.id,
+        public_id=row.public_id,
+        endpoint=row.endpoint,
+        model=row.model,
+        priority=Priority(row.priority),
+        metadata=row.job_metadata,
+        status=status,
+        attempts=row.attempt + row.tries,
+        instance=row.instance,
+        predicted_cached_tokens=predicted,
+        created_at=row.created_at,
+        started_at=row.started_at if has_started else None,
+        finished_at=row.finished_at,
+        status_code=row.status_code,
+        error_code=row.error_code,
+        error_message=row.error_message,
+        response=row.response,
+        usage=Usage(
+            prompt_tokens=row.prompt_tokens,
+            cached_tokens=row.cached_tokens,
+            completion_tokens=row.completion_tokens,
+            reasoning_tokens=row.reasoning_tokens,
+        ),
+        miss_cause=MissCause(row.miss_cause) if row.miss_cause else None,
+    )
+
+
+def _status(row: sa.Row[Any]) -> JobStatus:
+    if row.outcome is not None:
+        return STATUS_OF_OUTCOME[Outcome(row.outcome)]
+    return JobStatus.RUNNING if row.state == CohortState.RUNNING else JobStatus.QUEUED

@@ -1,0 +1,131 @@
+"""The engine `vllm` on a real vLLM: start, capacity, cached tokens, and what a killed server leaves behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from service.core.model import Endpoint
+from service.fleet import Instance, Model, Models
+from service.settings import Settings
+from service.tokenizing import Tokenizing
+from workers.agreement import key_agreement
+from workers.engines.base import EngineGone, EngineRequest
+from workers.engines.tree import ProcessId, descendants, identify, is_alive
+from workers.engines.vllm import VllmEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+KV_TOKENS = 4096
+ARGUMENTS = ("--num-gpu-blocks-override", "128", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
+PREFIX = " ".join(f"Rule {number}: answer briefly." for number in range(60))
+
+
+def request(model: Model, question: str, salt: str, number: int) -> EngineRequest:
+    messages = [{"role": "system", "content": PREFIX}, {"role": "user", "content": question}]
+    body = {"model": model.name, "messages": messages, "max_tokens": 8, "temperature": 0, "seed": 1}
+    return EngineRequest(
+        job_id=number,
+        endpoint=Endpoint.CHAT,
+        body=orjson.dumps(body),
+        salt=salt,
+        priority=number,
+        prefix_key=b"",
+        prompt_tokens=600,
+        expected_output_tokens=8,
+        timeout_seconds=120,
+    )
+
+
+async def until_gone(processes: list[ProcessId], seconds: float) -> list[ProcessId]:
+    """Those that still live when the time is up."""
+    deadline = time.monotonic() + seconds
+    while (living := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    return living
+
+
+async def test_vllm_from_start_to_kill_and_restart(model_folder: Path, tmp_path: Path) -> None:
+    settings = Settings(state_folder=tmp_path / "state folder", engine_start_seconds=400)
+    model = Model(name="smollm2", tokenizer=model_folder, aliases=("small",))
+    instance = Instance(name="one", engine="vllm", model=model.name, arguments=ARGUMENTS)
+    engine = VllmEngine(instance, model, settings)
+    try:
+        began = time.monotonic()
+        facts = await engine.start()
+        print(f"\nready after {time.monotonic() - began:.1f} s: {facts}")
+        assert (facts.kv_capacity_tokens, facts.block_size, facts.max_num_seqs) == (KV_TOKENS, 32, 16)
+        assert facts.max_model_len == 2048
+        assert facts.version
+        assert facts.honours_salt
+        assert facts.honours_priority
+        assert facts.reports_cached_tokens
+
+        tokenizing = Tokenizing(Models({model.name: model}))
+        assert await key_agreement(engine, tokenizing, model) is True
+
+        first = await engine.submit(request(model, "What is rule 3?", "aa", 1))
+        second = await engine.submit(request(model, "What is rule 4?", "aa", 2))
+        stranger = await engine.submit(request(model, "What is rule 4?", "bb", 3))
+        assert [reply.status_code for reply in (first, second, stranger)] == [200, 200, 200]
+        assert first.usage.cached_tokens == 0
+        assert second.usage.cached_tokens is not None
+        assert second.usage.prompt_tokens is not None
+        assert second.usage.cached_tokens >= second.usage.prompt_tokens - 64
+        assert stranger.usage.cached_tokens == 0
+        assert json.loads(second.body)["choices"][0]["message"]["content"]
+
+        keeper = identify(facts.pid or 0)
+        assert keeper is not None
+        family = [keeper, *descendants([keeper.pid])]
+        print(memory(family))
+        server = family[1]
+        in_flight = asyncio.create_task(engine.submit(request(model, "Count to ten.", "cc", 4)))
+        await asyncio.sleep(0.2)
+        os.kill(server.pid, signal.SIGKILL)
+        assert "status 137" in await asyncio.wait_for(engine.wait_dead(), 5)
+        assert await until_gone(family, 5) == []
+        with pytest.raises(EngineGone):
+            await in_flight
+    finally:
+        await engine.stop(2)
+
+    again = VllmEngine(instance, model, settings)
+    try:
+        await again.start()
+        reply = await again.submit(request(model, "What is rule 3?", "aa", 5))
+        assert reply.usage.cached_tokens == 0
+    finally:
+        await again.stop(2)
+    log = (settings.state_folder / "logs" / "engine-one.log").read_text()
+    assert "answer briefly" not in log
+
+
+async def test_a_start_that_fails_says_why(model_folder: Path, tmp_path: Path) -> None:
+    settings = Settings(state_folder=tmp_path / "state", engine_start_seconds=300)
+    model = Model(name="smollm2", tokenizer=model_folder)
+    instance = Instance(name="bad", engine="vllm", model=model.name, arguments=("--no-such-argument",))
+    engine = VllmEngine(instance, model, settings)
+    try:
+        with pytest.raises(Exception, match="unrecognized arguments: --no-such-argument"):
+            await engine.start()
+    finally:
+        await engine.stop(1)
+
+
+def memory(family: list[ProcessId]) -> str:
+    """Resident memory of each process, for docs/performance.md."""
+    lines = []
+    for process in family:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:60]
+        lines.append(f"{fields['Name'].strip():>16} {int(fields['VmRSS'].split()[0]) // 1024:6} MiB  {command}")
+    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""The dispatcher against real Postgres and a real broker, a pass at a time."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+import redis
+import sqlalchemy as sa
+from seeds import MODEL, add_batch, add_boot, add_jobs, add_tenant
+
+from service.broker import Publisher, make_app
+from service.core.model import CohortState, Priority
+from service.dispatcher import Dispatcher
+from service.reaper import Reaper
+from service.settings import Settings
+from service.store import instances
+from service.store.session import Database
+from service.store.tables import batch, cohort, instance_boot, job
+
+
+@pytest.fixture
+def publisher(settings: Settings, broker_url: str) -> Publisher:
+    return Publisher(make_app(settings, broker_url, queue="control"))
+
+
+@pytest.fixture
+def dispatcher(settings: Settings, database: Database, publisher: Publisher) -> Dispatcher:
+    return Dispatcher(settings, database, publisher)
+
+
+def seed(database: Database, groups: list[int], *names: str) -> list[int]:
+    with database.transaction() as conn:
+        for number, name in enumerate(names):
+            add_boot(conn, name, pid=number)
+        tenant_id = add_tenant(conn)
+        return add_jobs(conn, tenant_id, add_batch(conn, tenant_id), groups)
+
+
+def planned(database: Database) -> dict[str, list[int]]:
+    """Queue -> groups of its jobs in planned order (a job's group from its seed order)."""
+    with database.transaction() as conn:
+        rows = conn.execute(
+            sa.select(cohort.c.queue, job.c.id)
+            .join(cohort, cohort.c.id == job.c.cohort_id)
+            .order_by(cohort.c.queue, cohort.c.sequence, cohort.c.id, job.c.cohort_position)
+        ).all()
+    queues: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        queues[row.queue].append(row.id)
+    return queues
+
+
+def test_jobs_that_share_a_prefix_run_together_on_one_instance(database: Database, dispatcher: Dispatcher) -> None:
+    groups = [number % 8 for number in range(96)]
+    random.Random(7).shuffle(groups)
+    jobs = seed(database, groups, "one", "two")
+    dispatcher.step()
+    group_of = dict(zip(jobs, groups, strict=True))
+    runs = {queue: [group_of[job_id] for job_id in ids] for queue, ids in planned(database).items()}
+    assert sorted(len(run) for run in runs.values()) == [48, 48]
+    changes = sum(a != b for run in runs.values() for a, b in zip(run, run[1:], strict=False))
+    assert changes == 6  # four whole groups on each instance
+    with database.transaction() as conn:
+        predicted = conn.execute(sa.select(sa.func.sum(job.c.predicted_cached_tokens))).scalar_one()
+    assert predicted == (96 - 8) * 320
+
+
+def test_only_four_cohorts_are_out_and_each_has_one_message(
+    database: Database, dispatcher: Dispatcher, broker_url: str
+) -> None:
+    seed(database, [1] * 200, "one")
+    assert dispatcher.step() == 4
+    assert dispatcher.step() == 0
+    with database.transaction() as conn:
+        states = conn.execute(sa.select(cohort.c.state, sa.func.count()).group_by(cohort.c.state)).all()
+    assert dict(map(tuple, states))[CohortState.DISPATCHED] == 4
+    assert redis.Redis.from_url(broker_url).llen("instance.one") == 4
+
+
+def test_a_new_instance_gets_its_share_of_what_is_not_out_yet(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [number // 50 for number in range(200)], "one")
+    dispatcher.step()
+    with database.transaction() as conn:
+        add_boot(conn, "two", pid=2)
+    dispatcher.step()
+    sizes = {queue: len(ids) for queue, ids in planned(database).items()}
+    assert sum(sizes.values()) == 200
+    assert 80 <= sizes["instance.two"] <= 110
+
+
+def test_work_of_a_dead_instance_goes_to_a_living_one(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [number // 10 for number in range(100)], "one", "two")
+    dispatcher.step()
+    with database.transaction() as conn:
+        boot_id = conn.execute(sa.select(instance_boot.c.id).where(instance_boot.c.name == "two")).scalar_one()
+        instances.mark_gone(conn, boot_id, "test")
+    dispatcher.step()
+    assert {queue: len(ids) for queue, ids in planned(database).items()} == {"instance.one": 100}
+
+
+def test_an_idle_instance_takes_the_tail_of_a_busy_one(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [number // 50 for number in range(200)], "one", "two")
+    dispatcher.step()
+    with database.transaction() as conn:
+        before = len(planned(database)["instance.two"])
+        done = sa.update(cohort).where(cohort.c.queue == "instance.two").values(state=CohortState.DONE)
+        conn.execute(done)
+    dispatcher.step()
+    queues = planned(database)
+    assert len(queues["instance.two"]) > before
+    with database.transaction() as conn:
+        moved = conn.execute(sa.select(cohort.c.id).where(cohort.c.moved, cohort.c.queue == "instance.two")).all()
+    assert moved
+
+
+def test_single_jobs_go_out_at_once_beside_bulk(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [1] * 200, "one")
+    dispatcher.step()
+    with database.transaction() as conn:
+        tenant_id = add_tenant(conn, "other")
+        add_jobs(conn, tenant_id, None, [1, 2])
+    assert dispatcher.step() == 2
+    with database.transaction() as conn:
+        urgent = conn.execute(sa.select(cohort.c.n_jobs).where(cohort.c.priority == Priority.INTERACTIVE)).scalars()
+        assert list(urgent) == [1, 1]
+
+
+def test_nothing_is_planned_without_an_instance_of_the_model(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [1, 2, 3])
+    assert dispatcher.step() == 0
+    assert planned(database) == {}
+
+
+def test_a_broker_that_is_down_delays_and_loses_nothing(
+    settings: Settings, database: Database, publisher: Publisher, broker_url: str
+) -> None:
+    seed(database, [1] * 8, "one")
+    down = Publisher(make_app(settings, "redis://127.0.0.1:1/0", queue="control"))
+    assert Dispatcher(settings, database, down).step() > 0
+    with database.transaction() as conn:
+        conn.execute(sa.update(cohort).values(dispatched_at=sa.text("now() - interval '1 minute'")))
+    again = Reaper(settings, database, publisher).step()
+    Dispatcher(settings, database, publisher).publish(again)
+    with database.transaction() as conn:
+        out = conn.execute(sa.select(sa.func.count()).where(cohort.c.state == CohortState.DISPATCHED)).scalar_one()
+    assert len(again) == out == redis.Redis.from_url(broker_url).llen("instance.one")
+
+
+def test_a_higher_class_is_planned_though_a_window_is_planned_already(
+    database: Database, dispatcher: Dispatcher
+) -> None:
+    seed(database, [1] * 40, "one")
+    dispatcher.step()
+    with database.transaction() as conn:
+        tenant_id = add_tenant(conn, "other")
+        add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_high", priority=Priority.HIGH), [3] * 8)
+    dispatcher.step()
+    with database.transaction() as conn:
+        classes = conn.execute(sa.select(cohort.c.priority).distinct()).scalars().all()
+        assert sorted(classes) == [Priority.NORMAL, Priority.HIGH]
+        assert conn.execute(sa.select(sa.func.count()).select_from(batch)).scalar_one() == 2
