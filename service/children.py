@@ -32,6 +32,7 @@ def spawn(
     *,
     environment: Mapping[str, str],
     output: IO[bytes] | int,
+    stdin: IO[bytes] | int = subprocess.DEVNULL,
     death_signal: signal.Signals = signal.SIGKILL,
     account: Account | None = None,
     folder: Path | None = None,
@@ -43,7 +44,7 @@ def spawn(
     return subprocess.Popen(
         list(argv),
         env=dict(environment),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=output,
         stderr=subprocess.STDOUT,
         cwd=folder,
@@ -96,6 +97,11 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
+
+
+def family() -> list[psutil.Process]:
+    """Everything that this process started and that still runs, at any depth."""
+    return _descendants(os.getpid())
 
 
 def end_survivors(processes: Sequence[psutil.Process], *, grace_seconds: float = 5.0) -> list[psutil.Process]:

@@ -183,7 +183,7 @@ def notes(report: Report) -> list[str]:
         said.append(f"No tokenizer for {', '.join(by_bytes)}: keys are made of bytes, predictions are estimates.")
     unknown = sum(row.tokens.unknown_jobs for row in report.instances)
     if unknown:
-        said.append(f"{unknown:,} jobs ended without their cached tokens being known; they are in no token sum.")
+        said.append(f"{unknown:,} answered jobs do not say their cached tokens; they are in no token sum.")
     return said
 
 

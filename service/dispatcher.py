@@ -11,10 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import psycopg
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -23,53 +21,26 @@ from service import reaper
 from service.broker import CONTROL_QUEUE, Publisher, make_app
 from service.connections import find_connections
 from service.core import plan as planning
-from service.core.cut import FloatArray
-from service.core.ledger import BootView, Ledger
+from service.core.ledger import Ledger
 from service.core.model import Priority
-from service.core.prefix import cacheable_tokens, neighbour_shared_tokens, shared_tokens
+from service.core.prefix import neighbour_shared_tokens
 from service.core.steal import InstanceLoad, halve, steal_from
 from service.errors import BrokerUnreachable
+from service.leader import Leader
 from service.migrate import check_schema
 from service.settings import Settings
 from service.store import backlog, dispatching, instances
-from service.store.dispatching import Message, QueueLoad
+from service.store.dispatching import Edge, Message
 from service.store.instances import Boot
 from service.store.session import Database, first_line
+from service.views import Fleet, backlog_arrays, instance_view, job_seconds, kv_tokens, ledger_view, predict_first
 
 log = logging.getLogger(__name__)
 
+BULK_SLOTS = 4  # cohorts out per instance: at a quarter of max_num_seqs each they fill the engine
 INTERACTIVE_SLOTS = 32  # threads of the worker beyond those, so that a single job is claimed at once
 _SINGLES_PER_PASS = 256
 _REPLAN_SHARE = 0.2  # late arrivals beyond this share of what is planned: plan anew (DESIGN.md section 6, 8)
-_DEFAULT_BLOCK_TOKENS = 16  # vLLM's on a GPU; for engines that do not say
-_DEFAULT_KV_TOKENS = 1_000_000
-_DEFAULT_SEQUENCES = 64
-# Until rates are fitted: only their ratio matters to a plan, and ten to one is common on GPUs.
-_DEFAULT_RATES = planning.Rates(prefill_tokens_per_second=10_000.0, decode_tokens_per_second=1_000.0)
-_LEADER_LOCK = 0x7472756E6B  # "trunk"
-
-
-@dataclass(slots=True)
-class Fleet:
-    """The ready boots and what is planned for them, as one pass sees it."""
-
-    boots: list[Boot]
-    loads: list[QueueLoad]
-
-    def of_model(self, model: str) -> list[Boot]:
-        return [boot for boot in self.boots if boot.model == model]
-
-    def seconds(self, queue: str) -> float:
-        return sum(load.seconds for load in self.loads if load.queue == queue)
-
-    def ready_jobs(self, model: str, at_least: int) -> int:
-        wanted = (load for load in self.loads if load.model == model and at_least <= load.priority)
-        return sum(load.ready_jobs for load in wanted if load.priority < Priority.INTERACTIVE)
-
-    def count(self, queue: str, what: str, *, interactive: bool) -> int:
-        of_queue = (load for load in self.loads if load.queue == queue)
-        chosen = (load for load in of_queue if (load.priority >= Priority.INTERACTIVE) == interactive)
-        return sum(int(getattr(load, what)) for load in chosen)
 
 
 class Dispatcher:
@@ -176,7 +147,7 @@ class Dispatcher:
         """Jobs without a backlog go, one by one, where the least work is left to do for them."""
         boots = fleet.of_model(model)
         for boot in boots:
-            self._ledger.open(boot.id, boot.kv_capacity_tokens or _DEFAULT_KV_TOKENS)
+            self._ledger.open(boot.id, kv_tokens(boot))
         views = [ledger_view(boot, fleet.seconds(boot.queue)) for boot in boots]
         queues = {boot.id: boot.queue for boot in boots}
         for priority, waiting in backlog.waiting_singles(conn, model, _SINGLES_PER_PASS):
@@ -215,7 +186,7 @@ class Dispatcher:
         for thief in boots:
             fleet = Fleet(boots=list(boots), loads=dispatching.queue_loads(conn))
             out = fleet.count(thief.queue, "active_cohorts", interactive=False)
-            if out >= reaper.BULK_SLOTS or fleet.count(thief.queue, "ready_cohorts", interactive=False):
+            if out >= BULK_SLOTS or fleet.count(thief.queue, "ready_cohorts", interactive=False):
                 continue
             peers = fleet.of_model(thief.model)
             tails = [None if boot is thief else dispatching.tail_of(conn, boot.queue, boot.model) for boot in peers]
@@ -237,23 +208,23 @@ class Dispatcher:
     def _take(self, conn: sa.Connection, thief: Boot, tail: dispatching.Tail, is_halved: bool) -> None:
         """Bind a tail cohort, or its second half, to the thief; correct what its first job should find there."""
         at = (
-            halve(_job_seconds(tail), neighbour_shared_tokens([item.prefix_key for item in tail.jobs]))
+            halve(job_seconds(tail), neighbour_shared_tokens([item.prefix_key for item in tail.jobs]))
             if is_halved
             else 0
         )
         cohort_id = dispatching.split_tail(conn, tail, at) if at else tail.cohort_id
         held = backlog.last_keys(conn, [(thief.id, thief.queue)]).get(thief.queue, b"")
-        dispatching.rebind(conn, cohort_id, thief.queue, _predict(thief, tail.jobs[at], held))
+        dispatching.rebind(conn, cohort_id, thief.queue, predict_first(thief, tail.jobs[at], held))
         log.info("cohort=%d moved to %s, which had nothing left", cohort_id, thief.queue)
 
     def _dispatch(self, boot: Boot) -> list[Message]:
         """Fill the free slots of one boot; committed when this returns."""
 
-        def move(conn: sa.Connection) -> list[Message]:
+        def move(conn: sa.Connection) -> tuple[list[Message], list[Edge]]:
             loads = [load for load in dispatching.queue_loads(conn) if load.queue == boot.queue]
             fleet = Fleet(boots=[boot], loads=loads)
             messages: list[Message] = []
-            for interactive, slots in ((True, INTERACTIVE_SLOTS), (False, reaper.BULK_SLOTS)):
+            for interactive, slots in ((True, INTERACTIVE_SLOTS), (False, BULK_SLOTS)):
                 if fleet.count(boot.queue, "ready_cohorts", interactive=interactive):
                     free = slots - fleet.count(boot.queue, "active_cohorts", interactive=interactive)
                     messages += dispatching.dispatch(
@@ -266,82 +237,14 @@ class Dispatcher:
                     )
             if not messages and fleet.count(boot.queue, "ready_cohorts", interactive=False):
                 messages = dispatching.dispatch_suspects(conn, boot_id=boot.id, queue=boot.queue, model=boot.model)
-            return messages
+            ids = [message.cohort_id for message in messages]
+            return messages, dispatching.edges_of(conn, ids) if ids else []
 
-        return self._database.run(move)
-
-
-def instance_view(boot: Boot, held_key: bytes | None, load_seconds: float) -> planning.InstanceView:
-    """A boot as the planner sees it; what its engine does not say gets a cautious default."""
-    return planning.InstanceView(
-        queue=boot.queue,
-        block_size=boot.block_size or _DEFAULT_BLOCK_TOKENS,
-        kv_capacity_tokens=boot.kv_capacity_tokens or _DEFAULT_KV_TOKENS,
-        max_num_seqs=boot.max_num_seqs or _DEFAULT_SEQUENCES,
-        rates=_rates(boot),
-        held_key=held_key,
-        load_seconds=load_seconds,
-    )
-
-
-def ledger_view(boot: Boot, load_seconds: float) -> BootView:
-    """A boot as the ledger sees it."""
-    block_size = boot.block_size or _DEFAULT_BLOCK_TOKENS
-    return BootView(boot_id=boot.id, block_size=block_size, rates=_rates(boot), load_seconds=load_seconds)
-
-
-def backlog_arrays(jobs: Sequence[backlog.WaitingJob]) -> planning.Backlog:
-    """Rows of the backlog as the planner's arrays."""
-    return planning.Backlog(
-        job_ids=np.array([item.job_id for item in jobs], dtype=np.int64),
-        keys=[item.prefix_key for item in jobs],
-        prompt_tokens=np.array([item.prompt_tokens for item in jobs], dtype=np.int64),
-        output_tokens=np.array([item.output_tokens for item in jobs], dtype=np.int64),
-        body_bytes=np.array([item.body_bytes for item in jobs], dtype=np.int64),
-    )
-
-
-def _rates(boot: Boot) -> planning.Rates:
-    if not boot.prefill_tokens_per_second or not boot.decode_tokens_per_second:
-        return _DEFAULT_RATES
-    return planning.Rates(
-        prefill_tokens_per_second=boot.prefill_tokens_per_second,
-        decode_tokens_per_second=boot.decode_tokens_per_second,
-    )
-
-
-def _job_seconds(tail: dispatching.Tail) -> FloatArray:
-    prefill = np.array([item.prompt_tokens - item.predicted_cached_tokens for item in tail.jobs], dtype=np.float64)
-    decode = np.array([item.output_tokens for item in tail.jobs], dtype=np.float64)
-    rates = _DEFAULT_RATES
-    return prefill / rates.prefill_tokens_per_second + decode / rates.decode_tokens_per_second
-
-
-def _predict(boot: Boot, first: dispatching.TailJob, held: bytes) -> int:
-    shared = shared_tokens(first.prefix_key, held)
-    return cacheable_tokens(shared, first.prompt_tokens, boot.block_size or _DEFAULT_BLOCK_TOKENS)
-
-
-class Leader:
-    """Holds the advisory lock of the leading dispatcher, and hears NOTIFY, on one connection of its own."""
-
-    def __init__(self, database: Database) -> None:
-        url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
-        self._connection = psycopg.connect(url, autocommit=True, connect_timeout=5, application_name="trunkline-leader")
-        self._connection.execute("listen dispatch")
-
-    def leads(self) -> bool:
-        """True once this process holds the lock (asking again is free: the lock is the session's)."""
-        row = self._connection.execute("select pg_try_advisory_lock(%s)", [_LEADER_LOCK]).fetchone()
-        return bool(row and row[0])
-
-    def wait(self, seconds: float) -> None:
-        """Until somebody says there is work, or `seconds` passed."""
-        for _ in self._connection.notifies(timeout=seconds, stop_after=1):
-            return
-
-    def close(self) -> None:
-        self._connection.close()
+        messages, edges = self._database.run(move)
+        self._ledger.open(boot.id, kv_tokens(boot))
+        for edge in edges:
+            self._ledger.record(boot.id, edge.prefix_key, edge.prompt_tokens)
+        return messages
 
 
 def run_until_lost(settings: Settings, database: Database, publisher: Publisher, stop: threading.Event) -> None:

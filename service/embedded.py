@@ -128,10 +128,10 @@ class EmbeddedServers:
         folder.mkdir(mode=0o700, exist_ok=True)
         config = folder / "valkey.conf"
         _write_private(config, _valkey_config(embedded, folder))
-        with log_path(self._settings, "valkey").open("ab") as output:
-            self._valkey = spawn(
-                [str(valkey_binary()), str(config)], environment=SERVER_ENVIRONMENT, output=output, folder=folder
-            )
+        # On stdin: the password is in no argument list, and a path with [ or * would be taken for a pattern.
+        with log_path(self._settings, "valkey").open("ab") as output, config.open("rb") as stdin:
+            argv = [str(valkey_binary()), "-"]
+            self._valkey = spawn(argv, environment=SERVER_ENVIRONMENT, output=output, stdin=stdin, folder=folder)
 
     def _await_valkey(self, embedded: Embedded) -> None:
         if self._valkey is None:

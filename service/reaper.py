@@ -21,7 +21,6 @@ from service.store.session import Database
 
 log = logging.getLogger(__name__)
 
-BULK_SLOTS = 4  # cohorts out per instance: at a quarter of max_num_seqs each they fill the engine
 _ENDED_SECONDS = 0.5  # how late a batch notices that its last line ended
 _COMPACT_SECONDS = 10.0
 
@@ -86,9 +85,7 @@ class Reaper:
             log.warning("%d boots marked gone, no heartbeat: %s", len(gone), _some(gone))
 
     def _lost_messages(self) -> None:
-        lost = self._database.run(
-            lambda conn: dispatching.lost_messages(conn, self._settings.republish_seconds, BULK_SLOTS)
-        )
+        lost = self._database.run(lambda conn: dispatching.lost_messages(conn, self._settings.republish_seconds))
         if lost:
             log.warning("%d cohorts sent again, their message was lost", len(lost))
         self._messages.extend(lost)

@@ -200,6 +200,8 @@ def describe_settings() -> list[tuple[str, str, str, bool]]:
 def child_environment(settings: Settings, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a process that Trunkline starts: ours, with every non-default setting made explicit."""
     environ = dict(os.environ)
+    # Without cached bytecode each of vLLM's three processes compiles it all again: 25 s of CPU time instead of 11.
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for spec in fields(settings):
         value = getattr(settings, spec.name)
         if value is not None and value != spec.default:

@@ -31,6 +31,10 @@ _MAX_LOG_BYTES = 20_000_000
 class ProcessFailed(TrunklineError):
     """A process stopped for good."""
 
+    def __init__(self, detail: str, exit_status: int = 1) -> None:
+        super().__init__(detail)
+        self.exit_status = exit_status
+
 
 class Child:
     """One supervised process: its present life, and when the next may start."""
@@ -40,7 +44,7 @@ class Child:
         self.log_path = log_path
         self.popen: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
-        self._exits = 0
+        self.exits = 0
         self._restart_at = 0.0
 
     def start(self, settings: Settings) -> None:
@@ -61,10 +65,10 @@ class Child:
     def _exited(self, status: int) -> None:
         self.popen = None
         if status == _BAD_SETTING_STATUS:
-            raise ProcessFailed(f"{self.process.name}: {self.last_line()}")
+            raise ProcessFailed(f"{self.process.name}: {self.last_line()}", status)
         ran_seconds = time.monotonic() - self._started_at
-        self._exits = 0 if ran_seconds > _STEADY_SECONDS else self._exits + 1
-        pause = _BACKOFF_SECONDS[min(self._exits, len(_BACKOFF_SECONDS)) - 1] if self._exits else 0.0
+        self.exits = 0 if ran_seconds > _STEADY_SECONDS else self.exits + 1
+        pause = _BACKOFF_SECONDS[min(self.exits, len(_BACKOFF_SECONDS)) - 1] if self.exits else 0.0
         self._restart_at = time.monotonic() + pause
         log.warning("%s exited with status %d; again in %.0f s: %s", self.process.name, status, pause, self.log_path)
 
@@ -103,7 +107,7 @@ class Supervisor:
             if self.stopping:
                 raise ProcessFailed("(told to stop while starting)")
             if servers.popen is not None and servers.popen.poll() is not None:
-                raise ProcessFailed(f"{servers.process.name}: {servers.last_line()}")
+                raise ProcessFailed(f"{servers.process.name}: {servers.last_line()}", servers.popen.returncode)
 
         wait_ready(self._settings, while_waiting=check)
 
@@ -129,6 +133,10 @@ class Supervisor:
 
     def pids(self) -> dict[str, int]:
         return {child.process.name: child.popen.pid for child in self._children if child.popen is not None}
+
+    def exits(self) -> dict[str, int]:
+        """How often each process exited since it last ran steadily."""
+        return {child.process.name: child.exits for child in self._children}
 
     def log_of(self, name: str) -> Path:
         return self._settings.state_folder / "logs" / f"{name}.log"

@@ -11,12 +11,11 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import redis
-import sqlalchemy as sa
+from server_kinds import EXTERNAL, Servers
 
 from service import migrate
 from service.embedded import EmbeddedServers
@@ -24,25 +23,11 @@ from service.settings import Settings, describe_settings
 from service.store.admin import drop_database, ensure_database
 from service.store.session import Database
 
-EXTERNAL = (os.environ.get("TEST_DATABASE_URL"), os.environ.get("TEST_BROKER_URL"))
 HERE = Path(__file__).parent
 
 # Whoever runs the tests may have a Trunkline of his own: nothing of it is touched.
 for _name, *_ in describe_settings():
     os.environ.pop(_name, None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
-    """Where the session's servers are; `template` is a migrated, empty database."""
-
-    kind: str  # embedded, external
-    database_url: str  # of a database from which others are created
-    broker_url: str
-    template: str
-
-    def url_of(self, name: str) -> str:
-        return sa.make_url(self.database_url).set(database=name).render_as_string(hide_password=False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

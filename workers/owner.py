@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from service.broker import instance_queue
 from service.errors import TrunklineError
@@ -20,7 +21,7 @@ from service.tokenizing import Tokenizing
 from workers.lives import Lives
 from workers.presence import Presence, Pulse, Standing
 from workers.runner import CohortRun
-from workers.runs import Runs
+from workers.runs import Runs, Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class InstanceOwner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._presence = Presence(database, settings, self)
         self._runs = Runs()
+        self._turnstile = Turnstile()
         self._supervision: asyncio.Task[None] | None = None
         self._drain_lock = threading.Lock()
         self._is_draining = threading.Event()
@@ -77,32 +79,39 @@ class InstanceOwner:
 
     def run_cohort(self, cohort_id: int, dispatch_no: int) -> None:
         """What a message asks for: claim the cohort and run it to its end. A stale message is dropped."""
-        with self._runs.busy():
-            life = self._lives.current
-            if life is None or self._is_draining.is_set():
-                log.info("no cohort is taken now: cohort=%d", cohort_id)
-                return
-            try:
-                claim = self._database.run(
-                    lambda conn: cohorts.claim(
-                        conn,
-                        cohort_id=cohort_id,
-                        dispatch_no=dispatch_no,
-                        boot_id=life.boot_id,
-                        queue=instance_queue(self._name),
-                        lease_seconds=self._settings.lease_seconds,
-                    )
+        with self._runs.busy(), ExitStack() as stack:
+            with self._turnstile.turn():
+                run = self._claim(cohort_id, dispatch_no)
+                if run is None:
+                    return
+                stack.enter_context(self._runs.registered(run))
+                run.feed()
+            run.run()
+
+    def _claim(self, cohort_id: int, dispatch_no: int) -> CohortRun | None:
+        life = self._lives.current
+        if life is None or self._is_draining.is_set():
+            log.info("no cohort is taken now: cohort=%d", cohort_id)
+            return None
+        try:
+            claim = self._database.run(
+                lambda conn: cohorts.claim(
+                    conn,
+                    cohort_id=cohort_id,
+                    dispatch_no=dispatch_no,
+                    boot_id=life.boot_id,
+                    queue=instance_queue(self._name),
+                    lease_seconds=self._settings.lease_seconds,
                 )
-            except DATABASE_AWAY as error:
-                # The reaper sends the message again. Had the claim been committed all the same, its lease expires.
-                log.warning("the database is away, cohort=%d is left %s", cohort_id, first_line(error))
-                return
-            if claim is None:
-                log.info("stale message dropped: cohort=%d dispatch=%d", cohort_id, dispatch_no)
-                return
-            run = CohortRun(self._database, life, claim, job_tries=self._settings.job_tries)
-            with self._runs.registered(run):
-                run.run()
+            )
+        except DATABASE_AWAY as error:
+            # The reaper sends the message again. Had the claim been committed all the same, its lease expires.
+            log.warning("the database is away, cohort=%d is left %s", cohort_id, first_line(error))
+            return None
+        if claim is None:
+            log.info("stale message dropped: cohort=%d dispatch=%d", cohort_id, dispatch_no)
+            return None
+        return CohortRun(self._database, life, claim, job_tries=self._settings.job_tries)
 
     def standing(self) -> Standing | None:
         boot_id, life = self._lives.boot_id, self._lives.current

@@ -63,11 +63,18 @@ class CohortRun:
             self._life.call(self._life.feeder.drop, self.claim.cohort_id)
             self._inbox.put(_Lost())
 
-    def run(self) -> None:
-        """Feed every job, record every result, then end the cohort or give the rest back."""
+    def feed(self) -> None:
+        """Load the jobs and hand them to the feeder, in planned order."""
         try:
-            jobs = self._patiently(lambda conn: cohorts.load_jobs(conn, self.claim))
-            self._feed(jobs)
+            self._feed(self._patiently(lambda conn: cohorts.load_jobs(conn, self.claim)))
+        except FenceLost:
+            self.lose()
+
+    def run(self) -> None:
+        """Record every result, then end the cohort or give the rest back."""
+        if self._is_lost.is_set():
+            return
+        try:
             while self._open:
                 self._settle(self._collect())
             self._end()

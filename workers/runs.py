@@ -12,6 +12,32 @@ from workers.runner import CohortRun
 _LOOK_SECONDS = 0.1
 
 
+class Turnstile:
+    """Lets threads through one at a time, in the order in which they came (a Lock wakes whom it likes).
+
+    Cohorts are claimed, loaded and fed in the order of their messages, which is the planned order: a later one that
+    overtook an earlier would break up its prefix group at the engine.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next_ticket = 0
+        self._serving = 0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._changed:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            self._changed.wait_for(lambda: self._serving == ticket)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._serving += 1
+                self._changed.notify_all()
+
+
 class Runs:
     """A thread-safe register. A thread counts as busy from before its claim, so that none is overlooked."""
 

@@ -14,7 +14,7 @@ import psycopg
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.store import singles
-from service.store.listen import listening, payloads
+from service.store.listen import listening, notify, payloads
 from service.store.session import Database
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class JobWaiter:
 
     async def stop(self) -> None:
         self.release()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._end)
 
     def release(self) -> None:
         """Wake everybody, from now on at once: the process is about to end."""
@@ -63,6 +63,14 @@ class JobWaiter:
                 self._events[public_id].discard(event)
                 if not self._events[public_id]:
                     del self._events[public_id]
+
+    def _end(self) -> None:
+        try:
+            with self._database.transaction() as conn:
+                notify(conn, _CHANNEL)  # so that the thread looks up now
+        except SQLAlchemyError as error:
+            log.info("waiting for jobs: no goodbye from the database (%s)", type(error).__name__)
+        self._thread.join()
 
     def _waited(self) -> list[str]:
         with self._lock:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
 from service.core.ids import RANDOM_BYTES, make_id
+
+
+def ago(seconds: float) -> sa.ColumnElement[datetime]:
+    """`seconds` before the start of this transaction."""
+    return sa.func.now() - timedelta(seconds=seconds)
+
+
+def later(seconds: float) -> sa.ColumnElement[datetime]:
+    """`seconds` after the start of this transaction."""
+    return sa.func.now() + timedelta(seconds=seconds)
 
 
 def now_ms(conn: sa.Connection) -> int:

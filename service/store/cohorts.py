@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 import sqlalchemy as sa
 from sqlalchemy import func
 
 from service.core.model import BatchStatus, CohortState, Outcome
+from service.store.clock import later
 from service.store.tables import batch, cohort, cohort_event, instance_boot, job, job_result, tenant
 
 
@@ -66,7 +66,7 @@ def claim(
             state=CohortState.RUNNING,
             attempt=cohort.c.attempt + 1,
             started_at=func.now(),
-            lease_expires_at=_in(lease_seconds),
+            lease_expires_at=later(lease_seconds),
         )
         .returning(
             cohort.c.attempt, cohort.c.priority, cohort.c.sequence, cohort.c.alone, cohort.c.model, cohort.c.moved
@@ -143,7 +143,7 @@ def renew(conn: sa.Connection, boot_id: int, lease_seconds: float, cohort_ids: C
             cohort.c.state == CohortState.RUNNING,
             cohort.c.id.in_(sorted(cohort_ids)),
         )
-        .values(lease_expires_at=_in(lease_seconds))
+        .values(lease_expires_at=later(lease_seconds))
         .returning(cohort.c.id)
     )
     return {int(row.id) for row in rows}
@@ -228,16 +228,12 @@ def return_job(conn: sa.Connection, claim: Claim, job_id: int, delay_seconds: fl
     done = conn.execute(
         sa.update(job)
         .where(job.c.id == job_id, job.c.cohort_id == claim.cohort_id)
-        .values(cohort_id=None, predicted_cached_tokens=None, not_before=_in(delay_seconds), tries=job.c.tries + 1)
+        .values(cohort_id=None, predicted_cached_tokens=None, not_before=later(delay_seconds), tries=job.c.tries + 1)
     )
     return done.rowcount == 1
 
 
 _CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
-
-
-def _in(seconds: float) -> sa.ColumnElement[datetime]:
-    return func.now() + sa.func.make_interval(0, 0, 0, 0, 0, 0, seconds)
 
 
 def _fence(claim: Claim) -> tuple[sa.ColumnElement[bool], ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 
 from service.core.model import BatchStatus, TaskKind, TaskState
 from service.errors import FenceLost
+from service.store.clock import later
 from service.store.tables import batch, batch_progress, control_task
 
 MAX_FAILURES = 8
@@ -71,7 +72,7 @@ def claim_task(conn: sa.Connection, task_id: int, lease_seconds: float) -> Contr
             state=TaskState.RUNNING,
             attempt=control_task.c.attempt + 1,
             failures=control_task.c.failures + sa.case((expired, 1), else_=0),
-            lease_expires_at=_in(lease_seconds),
+            lease_expires_at=later(lease_seconds),
         )
         .returning(*_CLAIMED)
     ).one_or_none()
@@ -80,7 +81,7 @@ def claim_task(conn: sa.Connection, task_id: int, lease_seconds: float) -> Contr
 
 def renew_task(conn: sa.Connection, task: ControlTask, lease_seconds: float) -> None:
     """Extend the lease. In a transaction with other writes it is their fence: raises FenceLost to a newer attempt."""
-    _update_held(conn, task, lease_expires_at=_in(lease_seconds))
+    _update_held(conn, task, lease_expires_at=later(lease_seconds))
 
 
 def finish_task(conn: sa.Connection, task: ControlTask) -> None:
@@ -94,7 +95,7 @@ def reschedule_task(conn: sa.Connection, task: ControlTask, delay_seconds: float
         conn,
         task,
         state=TaskState.READY,
-        not_before=_in(delay_seconds),
+        not_before=later(delay_seconds),
         published_at=None,
         lease_expires_at=None,
     )
@@ -125,7 +126,7 @@ def fail_task(conn: sa.Connection, task: ControlTask, error: str) -> TaskState:
         state=TaskState.READY,
         failures=failures,
         last_error=error,
-        not_before=_in(2.0**failures),
+        not_before=later(2.0**failures),
         published_at=None,
         lease_expires_at=None,
     )
@@ -212,7 +213,8 @@ def compact_progress(conn: sa.Connection, above_rows: int = _COMPACT_ABOVE_ROWS)
     gone = sa.delete(batch_progress).where(batch_progress.c.id.in_(locked)).returning(*batch_progress.c).cte("gone")
     totals = [column.name for column in batch_progress.c if column.name not in ("id", "batch_id")]
     folded = sa.select(gone.c.batch_id, *(sa.func.sum(gone.c[name]) for name in totals)).group_by(gone.c.batch_id)
-    return conn.execute(insert(batch_progress).from_select(["batch_id", *totals], folded)).rowcount
+    insertion = insert(batch_progress).from_select(["batch_id", *totals], folded).returning(batch_progress.c.id)
+    return len(conn.execute(insertion).all())
 
 
 _CLAIMED = (
@@ -226,10 +228,6 @@ _CLAIMED = (
 _ENDED_LINES = (
     batch_progress.c.completed + batch_progress.c.failed + batch_progress.c.cancelled + batch_progress.c.expired
 )
-
-
-def _in(seconds: float) -> sa.ColumnElement[datetime]:
-    return sa.func.now() + timedelta(seconds=seconds)
 
 
 def _task(row: sa.Row[tuple[int, str, str, int, int]]) -> ControlTask:

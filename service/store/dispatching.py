@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import func
 
 from service.core.model import BootState, CohortState, Priority
+from service.store.clock import ago
 from service.store.tables import cohort, cohort_event, instance_boot, job
 
 _ACTIVE = (CohortState.DISPATCHED, CohortState.RUNNING)
@@ -23,6 +24,15 @@ class Message:
     queue: str
     cohort_id: int
     dispatch_no: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """The first or last job of a cohort."""
+
+    cohort_id: int
+    prefix_key: bytes
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,35 +268,34 @@ def blame_alone(conn: sa.Connection, cohort_ids: Sequence[int]) -> None:
     conn.execute(sa.update(job).where(job.c.cohort_id.in_(alone)).values(crashes=job.c.crashes + 1))
 
 
-def lost_messages(conn: sa.Connection, older_than_seconds: float, bulk_slots: int) -> list[Message]:
-    """Cohorts dispatched long ago to a boot that lives, has a free slot and claimed nothing since: their message was
-    lost. Re-published with the same dispatch number, so a late original is harmless."""
-    age = sa.func.make_interval(0, 0, 0, 0, 0, 0, older_than_seconds)
-    other = _other
-    claimed_since = sa.exists().where(
-        other.c.instance_boot_id == cohort.c.instance_boot_id, other.c.started_at > cohort.c.dispatched_at
-    )
-    running = (
-        sa.select(func.count())
-        .where(
-            other.c.instance_boot_id == cohort.c.instance_boot_id,
-            other.c.state == CohortState.RUNNING,
-            other.c.priority < Priority.INTERACTIVE,
-        )
-        .scalar_subquery()
-    )
+def lost_messages(conn: sa.Connection, older_than_seconds: float) -> list[Message]:
+    """Cohorts dispatched a while ago that nobody claimed: their message was lost, or was never sent. Under the same
+    dispatch number, so a late original is harmless; a boot that is gone gives its cohorts back instead.
+
+    No worker has reason to leave one lying: what is out for a boot never exceeds its threads. That it claimed others
+    meanwhile says nothing of this one (a queue that was emptied lost some and got new ones).
+    """
     rows = conn.execute(
         sa.update(cohort)
-        .where(
-            cohort.c.state == CohortState.DISPATCHED,
-            cohort.c.dispatched_at < func.now() - age,
-            ~claimed_since,
-            sa.or_(running < bulk_slots, cohort.c.priority == Priority.INTERACTIVE),
-        )
+        .where(cohort.c.state == CohortState.DISPATCHED, cohort.c.dispatched_at < ago(older_than_seconds))
         .values(dispatched_at=func.now())
         .returning(cohort.c.queue, cohort.c.id, cohort.c.dispatch_no)
     )
     return [Message(queue=row.queue, cohort_id=row.id, dispatch_no=row.dispatch_no) for row in rows]
+
+
+def edges_of(conn: sa.Connection, cohort_ids: Sequence[int]) -> list[Edge]:
+    """The first and the last job of each cohort: what the instance's cache will have met."""
+    rows = conn.execute(
+        sa.select(job.c.cohort_id, job.c.prefix_key, job.c.prompt_tokens)
+        .join(cohort, cohort.c.id == job.c.cohort_id)
+        .where(
+            job.c.cohort_id.in_(cohort_ids),
+            sa.or_(job.c.cohort_position == 0, job.c.cohort_position == cohort.c.n_jobs - 1),
+        )
+        .order_by(cohort.c.sequence, cohort.c.id, job.c.cohort_position)
+    )
+    return [Edge(cohort_id=r.cohort_id, prefix_key=r.prefix_key, prompt_tokens=r.prompt_tokens) for r in rows]
 
 
 def _move(conn: sa.Connection, chosen: sa.Select[int], boot_id: int, queue: str) -> list[Message]:

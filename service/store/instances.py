@@ -12,6 +12,7 @@ from sqlalchemy import func
 
 from service.core.model import BootState, CohortState
 from service.errors import InstanceHeld
+from service.store.clock import ago
 from service.store.dispatching import blame_alone
 from service.store.tables import cohort, cohort_event, instance_boot
 
@@ -83,7 +84,7 @@ def start_boot(
     proves gone, or that is this very process, is marked gone and its cohorts are released; any other one keeps the
     queue, and InstanceHeld names it.
     """
-    stale = instance_boot.c.heartbeat_at < func.now() - sa.func.make_interval(0, 0, 0, 0, 0, 0, stale_after_seconds)
+    stale = instance_boot.c.heartbeat_at < ago(stale_after_seconds)
     row = conn.execute(
         sa.select(instance_boot, stale.label("stale"))
         .where(instance_boot.c.queue == queue, instance_boot.c.state != BootState.GONE)
@@ -205,7 +206,7 @@ def reap_boots(conn: sa.Connection, stale_after_seconds: float) -> list[int]:
         sa.select(instance_boot.c.id)
         .where(
             instance_boot.c.state != BootState.GONE,
-            instance_boot.c.heartbeat_at < func.now() - sa.func.make_interval(0, 0, 0, 0, 0, 0, stale_after_seconds),
+            instance_boot.c.heartbeat_at < ago(stale_after_seconds),
         )
         .order_by(instance_boot.c.id)
         .with_for_update(skip_locked=True)
@@ -218,7 +219,7 @@ def reap_boots(conn: sa.Connection, stale_after_seconds: float) -> list[int]:
 
 def ready_boots(conn: sa.Connection, stale_after_seconds: float) -> list[Boot]:
     """Boots that take work now, by name."""
-    fresh = instance_boot.c.heartbeat_at > func.now() - sa.func.make_interval(0, 0, 0, 0, 0, 0, stale_after_seconds)
+    fresh = instance_boot.c.heartbeat_at > ago(stale_after_seconds)
     rows = conn.execute(
         sa.select(*_BOOT_COLUMNS).where(instance_boot.c.state == BootState.READY, fresh).order_by(instance_boot.c.name)
     )

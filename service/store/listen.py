@@ -1,4 +1,4 @@
-"""LISTEN: notifications of one channel, on a connection of their own."""
+"""LISTEN and NOTIFY: notifications of one channel, on a connection of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psycopg
+import sqlalchemy as sa
 from psycopg import sql
 
 from service.store.session import Database
@@ -20,6 +21,11 @@ def listening(database: Database, channel: str) -> Iterator[psycopg.Connection]:
     ) as conn:
         conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
         yield conn
+
+
+def notify(conn: sa.Connection, channel: str, payload: str = "") -> None:
+    """Tell whoever listens, when this transaction commits."""
+    conn.execute(sa.select(sa.func.pg_notify(channel, payload)))
 
 
 def payloads(conn: psycopg.Connection, seconds: float) -> list[str]:

@@ -1,7 +1,7 @@
 """Cache statistics over job_result: per instance, per prefix group, per batch, and the misses by cause.
 
-A row whose cached tokens are null counts in `jobs` and in `unknown_jobs` and in no sum of tokens, so a hit rate is
-never mixed with guesses: null is "the engine did not say", which is not 0.
+A row whose cached tokens are null counts in `jobs` and in no sum of tokens, so a hit rate is never mixed with
+guesses: null is "the engine did not say", which is not 0. Where the job succeeded it counts in `unknown_jobs` too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenSums:
     """Token sums over the rows whose cached tokens are known."""
 
     jobs: int = 0  # every row, known or not
-    unknown_jobs: int = 0  # of `jobs`: the engine did not say what came from its cache
+    unknown_jobs: int = 0  # of `jobs`: answered, and the engine did not say what came from its cache
     prompt_tokens: int = 0
     cached_tokens: int = 0
     predicted_cached_tokens: int = 0
@@ -111,6 +111,7 @@ class MissStats:
 
 
 _KNOWN = job_result.c.cached_tokens.is_not(None)
+_SUCCEEDED = job_result.c.outcome == Outcome.SUCCEEDED
 
 
 def _known_sum(column: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
@@ -119,7 +120,7 @@ def _known_sum(column: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
 
 _TOKEN_COLUMNS = (
     func.count(job_result.c.job_id).label("jobs"),
-    func.count(job_result.c.job_id).filter(~_KNOWN).label("unknown_jobs"),
+    func.count(job_result.c.job_id).filter(~_KNOWN, _SUCCEEDED).label("unknown_jobs"),
     _known_sum(job_result.c.prompt_tokens).label("prompt_tokens"),
     _known_sum(job_result.c.cached_tokens).label("cached_tokens"),
     _known_sum(job_result.c.predicted_cached_tokens).label("predicted_cached_tokens"),
@@ -164,7 +165,7 @@ def group_stats(conn: sa.Connection, batch_id: str) -> list[GroupStats]:
         sa.select(
             job.c.prefix_key,
             job.c.prompt_tokens.label("planned_tokens"),
-            job_result.c.job_id.label("result_id"),
+            job_result.c.outcome,
             *(job_result.c[name] for name in _SUMMED),
         )
         .select_from(job.outerjoin(job_result, job_result.c.job_id == job.c.id))
@@ -285,7 +286,7 @@ def _group(places: Sequence[int], ordered: Sequence[sa.Row[Any]], shared: Sequen
     """`places` are neighbours in key order, so the least that two of them share is what all of them share."""
     first = ordered[places[0]]
     depth = min((shared[place] for place in places[1:]), default=first.planned_tokens)
-    ended = [ordered[place] for place in places if ordered[place].result_id is not None]
+    ended = [ordered[place] for place in places if ordered[place].outcome is not None]
     known = [row for row in ended if row.cached_tokens is not None]
     return GroupStats(
         label=group_label(first.prefix_key, depth),
@@ -293,7 +294,7 @@ def _group(places: Sequence[int], ordered: Sequence[sa.Row[Any]], shared: Sequen
         shared_tokens=depth if len(places) > 1 else 0,
         tokens=TokenSums(
             jobs=len(ended),
-            unknown_jobs=len(ended) - len(known),
+            unknown_jobs=sum(row.cached_tokens is None and row.outcome == Outcome.SUCCEEDED for row in ended),
             **{name: sum(getattr(row, name) or 0 for row in known) for name in _SUMMED},
         ),
     )

@@ -21,7 +21,7 @@ from workers.engines.base import EngineGone, EngineRequest
 from workers.engines.tree import ProcessId, descendants, identify, is_alive
 from workers.engines.vllm import VllmEngine
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
 KV_TOKENS = 4096
 ARGUMENTS = ("--num-gpu-blocks-override", "128", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
@@ -53,7 +53,7 @@ async def until_gone(processes: list[ProcessId], seconds: float) -> list[Process
 
 
 async def test_vllm_from_start_to_kill_and_restart(model_folder: Path, tmp_path: Path) -> None:
-    settings = Settings(state_folder=tmp_path / "state folder", engine_start_seconds=400)
+    settings = Settings(state_folder=tmp_path / "state folder", engine_start_seconds=900)
     model = Model(name="smollm2", tokenizer=model_folder, aliases=("small",))
     instance = Instance(name="one", engine="vllm", model=model.name, arguments=ARGUMENTS)
     engine = VllmEngine(instance, model, settings)

@@ -113,17 +113,13 @@ class Desk:
     def make_due(self, task_id: int) -> None:
         """As if the time of its next try had come."""
         with self.database.transaction() as conn:
-            conn.execute(
-                sa.update(control_task).where(control_task.c.id == task_id).values(not_before=sa.func.now())
-            )
+            conn.execute(sa.update(control_task).where(control_task.c.id == task_id).values(not_before=sa.func.now()))
 
     def expire_lease(self, task_id: int) -> None:
         """As if its worker had been killed a lease ago."""
         with self.database.transaction() as conn:
             passed = sa.func.now() - sa.func.make_interval(0, 0, 0, 0, 0, 0, 1)
-            conn.execute(
-                sa.update(control_task).where(control_task.c.id == task_id).values(lease_expires_at=passed)
-            )
+            conn.execute(sa.update(control_task).where(control_task.c.id == task_id).values(lease_expires_at=passed))
 
     def answer(self, batch_id: str, custom_ids: Iterable[str], *, status_code: int = 200) -> None:
         """Result rows as a worker would have written them."""

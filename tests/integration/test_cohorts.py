@@ -299,10 +299,10 @@ def test_a_steal_moves_the_tail_and_corrects_its_first_prediction(database: Data
 def test_a_lost_message_is_sent_again_under_its_number(database: Database, world: World) -> None:
     with database.transaction() as conn:
         message = world.dispatch(conn)
-        assert dispatching.lost_messages(conn, 10, 4) == []
+        assert dispatching.lost_messages(conn, 10) == []
         conn.execute(sa.update(cohort).values(dispatched_at=sa.text("now() - interval '11 seconds'")))
-        assert dispatching.lost_messages(conn, 10, 4) == [message]
-        assert dispatching.lost_messages(conn, 10, 4) == []
+        assert dispatching.lost_messages(conn, 10) == [message]
+        assert dispatching.lost_messages(conn, 10) == []
 
 
 def test_a_live_holder_keeps_its_queue_and_a_silent_one_loses_it(database: Database, world: World) -> None:

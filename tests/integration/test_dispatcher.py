@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import redis
 import sqlalchemy as sa
-from seeds import MODEL, add_batch, add_boot, add_jobs, add_tenant
+from seeds import add_batch, add_boot, add_jobs, add_tenant
 
 from service.broker import Publisher, make_app
 from service.core.model import CohortState, Priority
@@ -161,3 +161,22 @@ def test_a_higher_class_is_planned_though_a_window_is_planned_already(
         classes = conn.execute(sa.select(cohort.c.priority).distinct()).scalars().all()
         assert sorted(classes) == [Priority.NORMAL, Priority.HIGH]
         assert conn.execute(sa.select(sa.func.count()).select_from(batch)).scalar_one() == 2
+
+
+def test_a_single_job_goes_where_bulk_work_left_its_prefix(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [1] * 20 + [2] * 20, "one", "two")
+    dispatcher.step()
+    with database.transaction() as conn:
+        conn.execute(sa.update(cohort).values(state=CohortState.DONE))
+        home = conn.execute(
+            sa.select(cohort.c.queue).join(job, job.c.cohort_id == cohort.c.id).where(job.c.line_no == 40)
+        ).scalar_one()
+        add_jobs(conn, add_tenant(conn, "other"), None, [2])
+    dispatcher.step()
+    with database.transaction() as conn:
+        row = conn.execute(
+            sa.select(cohort.c.queue, job.c.predicted_cached_tokens)
+            .join(job, job.c.cohort_id == cohort.c.id)
+            .where(job.c.batch_id.is_(None))
+        ).one()
+    assert (row.queue, row.predicted_cached_tokens) == (home, 320)

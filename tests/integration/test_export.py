@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-
 from control_fixtures import Desk, jsonl, make_desk, request
+
 from service.control import run_task
 from service.core.model import BatchStatus, LineErrorCode, Outcome, TaskKind, TaskState
+from service.errors import StoreFailed
 from service.settings import Settings
 from service.store import control
 from service.store.blobs import Blob, Blobs, BlobWriter
@@ -57,12 +58,18 @@ def test_answers_and_errors_go_to_their_files(desk: Desk, settings: Settings) ->
     assert [line["custom_id"] for line in errors] == [*names[2:], None]
     assert errors[0]["response"]["status_code"] == 400
     assert "error" in errors[0]["response"]["body"]
-    assert [line["error"] and line["error"]["code"] for line in errors] == [None, "engine_crash", "skipped_invalid_line"]
+    assert [line["error"] and line["error"]["code"] for line in errors] == [
+        None,
+        "engine_crash",
+        "skipped_invalid_line",
+    ]
     assert errors[2]["error"]["message"].startswith("invalid_json_line")
     assert len({line["id"] for line in output + errors}) == 5
     assert blobs_below(settings, "output") == ["error.jsonl", "output.jsonl"]
     with desk.database.transaction() as conn:
-        expiries = conn.execute(sa.select(file.c.expires_at - file.c.created_at).where(file.c.purpose == "batch_output"))
+        expiries = conn.execute(
+            sa.select(file.c.expires_at - file.c.created_at).where(file.c.purpose == "batch_output")
+        )
         assert {row[0].total_seconds() for row in expiries} == {3600}
 
 
@@ -128,8 +135,6 @@ class FullWriter(BlobWriter):
     """A store with no room left."""
 
     def write(self, data: bytes) -> None:
-        from service.errors import StoreFailed
-
         raise StoreFailed("(no space left on device)")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from control_fixtures import MODELS, Desk, jsonl, make_desk, request
 
 from service import intake
 from service.control import run_task
@@ -18,7 +19,6 @@ from service.store import batches, files
 from service.store.session import Database
 from service.store.tables import line_error
 from service.tokenizing import Keyed, KeyRequest, Tokenizing
-from control_fixtures import MODELS, Desk, jsonl, make_desk, request
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-
 from control_fixtures import Desk, jsonl, make_desk, request
+
 from service import intake
 from service.control import run_task
 from service.core.model import BatchStatus, CohortState, TaskKind, TaskState

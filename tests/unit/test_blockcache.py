@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefixes import key_of
 
@@ -14,7 +14,6 @@ from service.core.blockcache import BlockCache, block_ids, check_cache
 ROOT = prefix.root_digest(model="m", revision=None, adapter=None, salt=b"")
 
 
-@settings(max_examples=80)
 @given(
     common=st.integers(0, 6000),
     tails=st.tuples(st.integers(1, 900), st.integers(1, 900)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core import prefix
@@ -35,7 +35,6 @@ def test_rung_spacing_is_the_one_of_the_design() -> None:
     assert table[351:] == [32768, 33280, 33792]
 
 
-@settings(max_examples=60)
 @given(common=st.integers(0, 6000), tail_a=st.integers(1, 400), tail_b=st.integers(1, 400))
 def test_keys_share_what_prompts_share_rounded_down_to_a_rung(common: int, tail_a: int, tail_b: int) -> None:
     head = tokens(common)

@@ -150,7 +150,7 @@ def test_admission_is_in_order_of_priority_then_arrival_and_waits_for_the_first(
         core.submit(
             SimulatedJob(job_id=job_id, key=b"", prompt_tokens=n_blocks * 32, output_tokens=1, priority=priority)
         )
-    assert [[job.job_id for job in core.step().finished] for _ in range(2)] == [[3, 0], [1, 2]]
+    assert [[job.job_id for job in core.step().finished] for _ in range(2)] == [[0, 3], [1, 2]]
 
 
 def test_steps_cost_what_the_model_says() -> None:

@@ -1,0 +1,104 @@
+"""The store's rows as the planner and the ledger see them, with cautious defaults for what an engine does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.core import plan as planning
+from service.core.cut import FloatArray
+from service.core.ledger import BootView
+from service.core.model import Priority
+from service.core.prefix import cacheable_tokens, shared_tokens
+from service.store import backlog, dispatching
+from service.store.dispatching import QueueLoad
+from service.store.instances import Boot
+
+_DEFAULT_BLOCK_TOKENS = 16  # vLLM's on a GPU; for engines that do not say
+_DEFAULT_KV_TOKENS = 1_000_000
+_DEFAULT_SEQUENCES = 64
+# Until rates are fitted: only their ratio matters to a plan, and ten to one is common on GPUs.
+_DEFAULT_RATES = planning.Rates(prefill_tokens_per_second=10_000.0, decode_tokens_per_second=1_000.0)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The ready boots and what is planned for them, as one pass sees it."""
+
+    boots: list[Boot]
+    loads: list[QueueLoad]
+
+    def of_model(self, model: str) -> list[Boot]:
+        return [boot for boot in self.boots if boot.model == model]
+
+    def seconds(self, queue: str) -> float:
+        return sum(load.seconds for load in self.loads if load.queue == queue)
+
+    def ready_jobs(self, model: str, at_least: int) -> int:
+        wanted = (load for load in self.loads if load.model == model and at_least <= load.priority)
+        return sum(load.ready_jobs for load in wanted if load.priority < Priority.INTERACTIVE)
+
+    def count(self, queue: str, what: str, *, interactive: bool) -> int:
+        of_queue = (load for load in self.loads if load.queue == queue)
+        chosen = (load for load in of_queue if (load.priority >= Priority.INTERACTIVE) == interactive)
+        return sum(int(getattr(load, what)) for load in chosen)
+
+
+def instance_view(boot: Boot, held_key: bytes | None, load_seconds: float) -> planning.InstanceView:
+    """A boot as the planner sees it; what its engine does not say gets a cautious default."""
+    return planning.InstanceView(
+        queue=boot.queue,
+        block_size=boot.block_size or _DEFAULT_BLOCK_TOKENS,
+        kv_capacity_tokens=kv_tokens(boot),
+        max_num_seqs=boot.max_num_seqs or _DEFAULT_SEQUENCES,
+        rates=_rates(boot),
+        held_key=held_key,
+        load_seconds=load_seconds,
+    )
+
+
+def kv_tokens(boot: Boot) -> int:
+    """What its cache holds."""
+    return boot.kv_capacity_tokens or _DEFAULT_KV_TOKENS
+
+
+def ledger_view(boot: Boot, load_seconds: float) -> BootView:
+    """A boot as the ledger sees it."""
+    block_size = boot.block_size or _DEFAULT_BLOCK_TOKENS
+    return BootView(boot_id=boot.id, block_size=block_size, rates=_rates(boot), load_seconds=load_seconds)
+
+
+def backlog_arrays(jobs: Sequence[backlog.WaitingJob]) -> planning.Backlog:
+    """Rows of the backlog as the planner's arrays."""
+    return planning.Backlog(
+        job_ids=np.array([item.job_id for item in jobs], dtype=np.int64),
+        keys=[item.prefix_key for item in jobs],
+        prompt_tokens=np.array([item.prompt_tokens for item in jobs], dtype=np.int64),
+        output_tokens=np.array([item.output_tokens for item in jobs], dtype=np.int64),
+        body_bytes=np.array([item.body_bytes for item in jobs], dtype=np.int64),
+    )
+
+
+def _rates(boot: Boot) -> planning.Rates:
+    if not boot.prefill_tokens_per_second or not boot.decode_tokens_per_second:
+        return _DEFAULT_RATES
+    return planning.Rates(
+        prefill_tokens_per_second=boot.prefill_tokens_per_second,
+        decode_tokens_per_second=boot.decode_tokens_per_second,
+    )
+
+
+def job_seconds(tail: dispatching.Tail) -> FloatArray:
+    """float64[jobs]: estimated cost of each job of a tail, for choosing where to halve it."""
+    prefill = np.array([item.prompt_tokens - item.predicted_cached_tokens for item in tail.jobs], dtype=np.float64)
+    decode = np.array([item.output_tokens for item in tail.jobs], dtype=np.float64)
+    rates = _DEFAULT_RATES
+    return prefill / rates.prefill_tokens_per_second + decode / rates.decode_tokens_per_second
+
+
+def predict_first(boot: Boot, first: dispatching.TailJob, held: bytes) -> int:
+    """Tokens that a cohort's first job should find on a boot whose last key is `held`."""
+    shared = shared_tokens(first.prefix_key, held)
+    return cacheable_tokens(shared, first.prompt_tokens, boot.block_size or _DEFAULT_BLOCK_TOKENS)
