@@ -10,12 +10,14 @@ from typing import Annotated, Any
 
 import sqlalchemy as sa
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from service.connections import find_connections
 from service.errors import NoSuchBatch
 from service.fleet import load_models
+from service.migrate import check_schema
 from service.settings import Settings, read_settings
 from service.store import stats as store
 from service.store.session import Database
@@ -45,6 +47,7 @@ def stats(
     database = Database(find_connections(settings).database_url, pool_size=1, application_name="trunkline-stats")
     try:
         database.check()
+        check_schema(database)
         with database.transaction() as conn:
             report = read_report(conn, settings, batch, misses=misses)
     finally:
@@ -123,12 +126,12 @@ def group_table(rows: Sequence[store.GroupStats]) -> Table:
 
 
 def batch_table(rows: Sequence[store.BatchStats]) -> Table:
-    """The hit rate of each batch beside its bound."""
-    table = _table("Batches", ["batch", "status"], ["lines", "succeeded", *_TOKEN_HEADS[2:], "bound"])
+    """The hit rate of each batch beside its bound; narrow, as an id is long. `batch_sheet` has the rest."""
+    table = _table("Batches", ["batch", "status"], ["lines ended", "hit rate", "bound"])
     for row in rows:
         status = f"{row.status}, simulated" if row.simulated_jobs else row.status
-        counts = (f"{row.total:,}", f"{row.succeeded:,}")
-        table.add_row(row.batch_id, status, *counts, *_token_cells(row.tokens)[2:], percent(row.bound_rate))
+        ended = f"{row.total - row.unfinished:,}/{row.total:,}"
+        table.add_row(row.batch_id, status, ended, percent(row.tokens.hit_rate), percent(row.bound_rate))
     return table
 
 
@@ -195,11 +198,12 @@ _TOKEN_HEADS = ["jobs", "unknown", "prompt", "cached", "predicted", "hit rate"]
 
 
 def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in names:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(names[0], no_wrap=True, overflow="ignore")  # a cut id is no id
+    for name in names[1:]:
         table.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

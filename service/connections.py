@@ -80,5 +80,7 @@ def find_connections(settings: Settings) -> Connections:
     for name, value in (("DATABASE_URL", database_url), ("BROKER_URL", broker_url), ("SECRET_KEY", secret_key)):
         if value is None:
             raise SettingError(f"{name} is not set and {settings.state_folder} holds no embedded server: {hint}")
-    assert database_url and broker_url and secret_key
+    assert database_url is not None
+    assert broker_url is not None
+    assert secret_key is not None
     return Connections(database_url=database_url, broker_url=broker_url, secret_key=secret_key)

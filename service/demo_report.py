@@ -103,7 +103,7 @@ def number_table(numbers: Numbers) -> Table:
     table.add_row("predicted", *_cells(sums.jobs, sums.prompt_tokens, sums.predicted_cached_tokens))
     table.add_section()
     bound = batch.bound_tokens or 0
-    table.add_row("bound: the most any schedule gets", *_cells(sums.jobs, batch.planned_prompt_tokens, bound))
+    table.add_row("bound (any schedule)", *_cells(sums.jobs, batch.planned_prompt_tokens, bound))
     baseline = numbers.round_robin
     table.add_row("round robin (simulated)", *_cells(sums.jobs, baseline.prompt_tokens, baseline.cached_tokens))
     return table

@@ -38,7 +38,12 @@ RANKS = {
     "service.celery_app": SURFACE,
     "service.cli": SURFACE,
     "service.cli_stats": SURFACE,
+    "service.cli_keys": SURFACE,
     "service.demo": SURFACE,
+    "service.demo_files": SURFACE,
+    "service.demo_report": SURFACE,
+    "service.demo_screen": SURFACE,
+    "service.up": SURFACE,
     "service.supervisor": SURFACE,
     "service.__main__": SURFACE,
 }

@@ -40,7 +40,7 @@ def create_app(
         yield
         await waiter.stop()
 
-    # No generated pages: the contract is docs/api.md, and a page that loads scripts from elsewhere helps nobody here.
+    # No generated pages: they know nothing of the codes, and load scripts from elsewhere.
     app = FastAPI(lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.context = Context(
         settings=settings,

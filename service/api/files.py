@@ -14,7 +14,7 @@ from service.api.auth import Caller
 from service.api.context import Context, context_of
 from service.api.errors import ApiError, invalid_value, missing, not_found
 from service.api.inputs import after_of, checked_expiry, limit_of
-from service.api.multipart import UploadParser, safe_filename
+from service.api.multipart import FORM_BYTES, UploadParser, file_too_large, safe_filename
 from service.api.objects import file_object
 from service.api.ranges import byte_range
 from service.core.ids import FILE_PREFIX, is_id
@@ -33,7 +33,11 @@ _MAX_LIMIT = 10_000
 @router.post("")
 async def upload_file(request: Request, tenant: Caller) -> Response:
     context = context_of(request)
-    parser = UploadParser(request.headers.get("content-type", ""), max_file_bytes=context.settings.max_file_bytes)
+    limit_bytes = context.settings.max_file_bytes
+    parser = UploadParser(request.headers.get("content-type", ""), max_file_bytes=limit_bytes)
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit_bytes + FORM_BYTES:
+        raise file_too_large(limit_bytes)  # before a byte of it was sent, to a client that asked (Expect)
     writer = await run_in_threadpool(context.blobs.writer, new_blob_path("input"))
     try:
         await _receive(request, parser, writer)

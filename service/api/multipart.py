@@ -13,6 +13,7 @@ from service.api.errors import ApiError
 _MAX_PARTS = 64
 _MAX_HEADER_BYTES = 16_384  # of one part
 _MAX_FIELD_BYTES = 65_536  # of a field that is no file
+FORM_BYTES = 8 * 2**20  # more than everything around a file can take within these limits
 _MAX_NAME = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -119,8 +120,7 @@ class UploadParser:
         if self._part.name == "file":
             self._file_bytes += end - start
             if self._file_bytes > self._max_file_bytes:
-                message = f"The file is larger than {self._max_file_bytes} bytes."
-                raise ApiError(413, "file_too_large", message, param="file")
+                raise file_too_large(self._max_file_bytes)
             self._pending += data[start:end]
             return
         self._part.value += data[start:end]
@@ -145,6 +145,10 @@ def safe_filename(name: str) -> str:
         return name
     stem, dot, ending = name.rpartition(".")
     return f"{stem[: _MAX_NAME - len(ending) - 1]}{dot}{ending}" if dot and len(ending) < 16 else name[:_MAX_NAME]
+
+
+def file_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(413, "file_too_large", f"The file is larger than {limit_bytes} bytes.", param="file")
 
 
 def _malformed() -> ApiError:

@@ -17,7 +17,7 @@ from service.api.errors import internal_error
 log = logging.getLogger(__name__)
 
 # A refused upload is read to its end, and dropped: closing the connection on a client that still sends would make
-# it see a reset instead of the refusal. Beyond this, or on a client that asked first (Expect), it is not.
+# it see a reset instead of the refusal. Beyond this it is closed all the same.
 _DRAIN_BYTES = 1 << 30
 _DRAIN_SECONDS = 60.0
 
@@ -55,11 +55,12 @@ class _Exchange:
         self.request_id = f"req_{secrets.token_hex(16)}"
         self.status: int | None = None
         self._scope, self._receive, self._send = scope, receive, send
-        self._read_whole = False
+        self._read_any = self._read_whole = False
         self._started = time.monotonic()
         scope.setdefault("state", {})["request_id"] = self.request_id
 
     async def receive(self) -> Message:
+        self._read_any = True
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._read_whole = True
@@ -76,7 +77,8 @@ class _Exchange:
     async def _drain(self) -> None:
         headers = Headers(scope=self._scope)
         has_body = "content-length" in headers or "transfer-encoding" in headers
-        if not has_body or "expect" in headers:
+        is_held_back = "expect" in headers and not self._read_any  # the client sends nothing until it is told to
+        if not has_body or is_held_back:
             return
         left = _DRAIN_BYTES
         try:

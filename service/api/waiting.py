@@ -88,8 +88,8 @@ class JobWaiter:
                 with listening(self._database, _CHANNEL) as conn:
                     self._hear(conn)
             except (psycopg.Error, SQLAlchemyError) as error:
-                log.warning("waiting for jobs: the database does not answer (%s)", type(error).__name__)
-                self._stopping.wait(_POLL_SECONDS)
+                if not self._stopping.wait(_POLL_SECONDS):
+                    log.warning("waiting for jobs: the database does not answer (%s)", type(error).__name__)
 
     def _hear(self, conn: psycopg.Connection) -> None:
         polled_at = float("-inf")

@@ -23,12 +23,10 @@ _BLOCKS_PER_JOB = 1 << 32  # room for one job's own block ids
 def block_ids(key: bytes, prompt_tokens: int, block_size: int, job_id: int) -> list[int]:
     """Ids of a prompt's full blocks: equal for two jobs exactly as far as their keys share the block's end.
 
-    A block that ends between rungs takes the next rung's hash, which covers it; one that the key does not cover is
-    the job's own, with a negative id. `block_size` must be a multiple of 32, or ValueError. The id is a polynomial of
-    all rungs up to the block, modulo 2**64, so that equal 4-byte hashes below different parents stay apart.
+    Any block size will do: a block that ends between rungs takes the next rung's hash, which covers it, and one that
+    the key does not cover is the job's own, with a negative id. The id is a polynomial of all rungs up to the block,
+    modulo 2**64, so that equal 4-byte hashes below different parents stay apart.
     """
-    if block_size % 32:
-        raise ValueError("block_size must be a multiple of 32")
     n_blocks = prompt_tokens // block_size
     n_rungs = min(len(key) // RUNG_BYTES, rungs_covered(prompt_tokens))
     covering = _covering_rungs(block_size, n_blocks + -n_blocks % 256)[:n_blocks]

@@ -156,9 +156,9 @@ class SimulatedEngineCore:
         budget = self._prefill(self._prefilling, budget)
         budget = self._admit(budget)
         prefill_tokens = self._max_batched_tokens - decoding - budget
-        if not prefill_tokens and not decoding:
+        if not self._running:
             return StepReport(seconds=0.0, finished=())
-        steps = self._decoding[0][0] - self._steps if leap and not prefill_tokens else 1
+        steps = self._decoding[0][0] - self._steps if leap and not self._prefilling else 1
         context_tokens = steps * self._context_tokens + decoding * (steps * (steps - 1) // 2)
         seconds = self._cost.seconds(
             prefill_tokens=prefill_tokens, decoding=decoding, context_tokens=context_tokens, steps=steps

@@ -177,11 +177,11 @@ def group_stats(conn: sa.Connection, batch_id: str) -> list[GroupStats]:
     ordered = [jobs[place] for place in order.tolist()]
     keys = [row.prefix_key for row in ordered]
     numbers = prefix_groups(keys, lengths[order])
-    shared = neighbour_shared_tokens(keys)
+    shared = neighbour_shared_tokens(keys).tolist()
     members: dict[int, list[int]] = defaultdict(list)
     for place, number in enumerate(numbers.tolist()):
         members[number].append(place)
-    return [_group(places, ordered, shared.tolist()) for places in members.values()]
+    return [_group(places, ordered, shared) for places in members.values()]
 
 
 def batch_stats(conn: sa.Connection, batch_id: str) -> BatchStats | None:
@@ -189,24 +189,7 @@ def batch_stats(conn: sa.Connection, batch_id: str) -> BatchStats | None:
     head = conn.execute(sa.select(batch).where(batch.c.id == batch_id)).one_or_none()
     if head is None:
         return None
-    by_outcome = {outcome: func.count().filter(job_result.c.outcome == outcome) for outcome in Outcome}
-    results = conn.execute(
-        sa.select(
-            *(count.label(outcome) for outcome, count in by_outcome.items()),
-            _known_sum(job_result.c.reasoning_tokens).label("reasoning_tokens"),
-            func.count().filter(instance_boot.c.engine == SIMULATED).label("simulated_jobs"),
-            _any_mismatch(),
-            *_TOKEN_COLUMNS,
-        )
-        .select_from(job_result.outerjoin(instance_boot, instance_boot.c.id == job_result.c.instance_boot_id))
-        .where(job_result.c.batch_id == batch_id)
-    ).one()
-    planned = conn.execute(
-        sa.select(
-            func.coalesce(func.sum(job.c.prompt_tokens), 0).label("prompt_tokens"),
-            func.array_agg(sa.distinct(job.c.model)).label("models"),
-        ).where(job.c.batch_id == batch_id)
-    ).one()
+    results, planned = _results_of(conn, batch_id), _planned_of(conn, batch_id)
     return BatchStats(
         batch_id=batch_id,
         status=head.status,
@@ -274,6 +257,32 @@ def _tokens(row: Any) -> TokenSums:
     return TokenSums(
         jobs=row.jobs, unknown_jobs=row.unknown_jobs, **{name: int(getattr(row, name)) for name in _SUMMED}
     )
+
+
+def _results_of(conn: sa.Connection, batch_id: str) -> Any:
+    """Counts by outcome and token sums of one batch, as one row."""
+    by_outcome = {outcome: func.count().filter(job_result.c.outcome == outcome) for outcome in Outcome}
+    return conn.execute(
+        sa.select(
+            *(count.label(outcome) for outcome, count in by_outcome.items()),
+            _known_sum(job_result.c.reasoning_tokens).label("reasoning_tokens"),
+            func.count().filter(instance_boot.c.engine == SIMULATED).label("simulated_jobs"),
+            _any_mismatch(),
+            *_TOKEN_COLUMNS,
+        )
+        .select_from(job_result.outerjoin(instance_boot, instance_boot.c.id == job_result.c.instance_boot_id))
+        .where(job_result.c.batch_id == batch_id)
+    ).one()
+
+
+def _planned_of(conn: sa.Connection, batch_id: str) -> Any:
+    """What intake made of one batch: prompt_tokens in sum, and its models."""
+    return conn.execute(
+        sa.select(
+            func.coalesce(func.sum(job.c.prompt_tokens), 0).label("prompt_tokens"),
+            func.array_agg(sa.distinct(job.c.model)).label("models"),
+        ).where(job.c.batch_id == batch_id)
+    ).one()
 
 
 def _skipped(conn: sa.Connection, batch_id: str) -> int:

@@ -1,17 +1,17 @@
-"""The real model for the engine tests: prepared once and kept, since its conversion takes most of a minute."""
+"""The real model for the engine tests: prepared once and kept in the checkout's .trunkline folder."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 
+from workers.models import prepare
+
+FOLDER = Path(__file__).resolve().parents[2] / ".trunkline" / "test-model"
+
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    given = os.environ.get("TEST_MODEL_FOLDER")
-    if given:
-        return Path(given)
-    pytest.skip("TEST_MODEL_FOLDER")
+    prepare(FOLDER)
+    return FOLDER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,22 @@ def test_a_file_over_the_limit_is_413_also_for_a_client_that_sends_on(
         assert (refused.value.status_code, refused.value.code) == (413, "file_too_large")
         kept = [path for path in (settings.state_folder / "files").rglob("*") if path.is_file()]
         assert len(kept) == 1
+
+
+def test_a_client_that_asks_first_is_refused_before_it_sends(
+    settings: Settings, database: Database, broker_url: str
+) -> None:
+    with serve_api(settings, database, broker_url, max_file_bytes=100) as api:
+        address = httpx.URL(api.url)
+        head = (
+            "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=XX\r\n"
+            "Content-Length: 9000000\r\nExpect: 100-continue\r\n\r\n"
+        )
+        with socket.create_connection((address.host, address.port or 0)) as client:
+            client.sendall(head.encode())
+            answer = client.recv(65_536)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"file_too_large" in answer
 
 
 def test_a_client_that_goes_away_leaves_nothing(api: Api) -> None:

@@ -214,7 +214,7 @@ def test_ready_says_each_part(settings: Settings, database: Database, broker_url
         assert (degraded.status_code, degraded.json()["status"], degraded.json()["broker"]) == (200, "degraded", "down")
 
 
-def test_a_database_that_is_down_is_503_and_comes_back_without_a_restart(settings: Settings, broker_url: str) -> None:
+def test_a_database_that_is_down_is_503_on_every_call(settings: Settings, broker_url: str) -> None:
     away = Database(f"postgresql://trunkline:x@127.0.0.1:{free_port()}/none")
     connections = Connections(database_url="", broker_url=broker_url, secret_key="")
     publisher = Publisher(make_app(settings, broker_url, queue=CONTROL_QUEUE))

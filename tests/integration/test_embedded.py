@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from service.connections import load_embedded
 from service.embedded import EmbeddedServers
 from service.errors import ServerFailed, SettingError
 from service.postgres import server_account
+from service.ready import wait_ready
 from service.settings import Settings
 from service.store.session import Database
+from service.wheels import postgres_install
 
 _HOLD = """
 import sys
@@ -151,8 +154,32 @@ def test_lost_passwords_are_said_so(own: Settings) -> None:
 def test_a_state_folder_that_postgres_cannot_reach_names_the_setting(state_base: Path) -> None:
     private = state_base / "private"
     private.mkdir(mode=0o700)
-    with pytest.raises(SettingError, match="TRUNKLINE_STATE: .* cannot be reached by the user trunkline"):
+    with pytest.raises(SettingError, match=r"TRUNKLINE_STATE: .* cannot be reached by the user trunkline"):
         EmbeddedServers(Settings(state_folder=private / "state"), durable=False).start()
+    assert private.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs Postgres as another user")
+def test_binaries_that_postgres_s_user_cannot_read_are_copied_once(state_base: Path) -> None:
+    """A .venv below /root: nobody else may enter it, and we do not open it."""
+    private = state_base / "private venv"
+    private.mkdir(mode=0o700)
+    package = postgres_install().parent
+    shutil.copytree(package, private / package.name)
+    shutil.copytree(package.with_name(f"{package.name}.libs"), private / f"{package.name}.libs")
+    state = state_base / "copied"
+    for _ in range(2):
+        holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLD, str(state)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(private)},
+        )
+        postgres = _pids(holder)[0]
+        assert Path(postgres.exe()).is_relative_to(state)
+        holder.communicate(b"")
+        psutil.wait_procs([postgres], timeout=20)
+    assert len(list(state.glob("postgres-software*"))) == 1
     assert private.stat().st_mode & 0o777 == 0o700
 
 
@@ -163,8 +190,6 @@ def test_only_what_has_no_url_is_started(state_base: Path) -> None:
 
 
 def test_the_servers_process_migrates_and_stops_on_sigterm(own: Settings) -> None:
-    from service.ready import wait_ready
-
     child = subprocess.Popen(
         [sys.executable, "-m", "service", "servers"],
         env={"PATH": os.environ["PATH"], "TRUNKLINE_STATE": str(own.state_folder)},

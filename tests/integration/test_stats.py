@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from seeds import FACTS, MODEL, add_batch, add_boot, add_jobs, add_tenant
 from service import cli_stats
 from service.core.model import BatchStatus, MissCause, Outcome
 from service.errors import NoSuchBatch
-from service.settings import Settings
+from service.settings import Settings, child_environment
 from service.store import instances, stats
 from service.store.session import Database
 from service.store.tables import batch, instance_boot, job_result, line_error
@@ -152,3 +155,30 @@ def test_the_report_says_what_not_to_trust(database: Database, settings: Setting
     assert [row["name"] for row in record["instances"]] == ["bad", "one", "two"]
     assert record["instances"][2]["hit_rate"] == 96 / PROMPT
     assert record["byte_key_models"] == [MODEL]
+
+
+def test_the_command_prints_tables_json_and_one_sentence(
+    settings: Settings, database: Database, empty_database_url: str, jobs: list[int], tmp_path: Path
+) -> None:
+    def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "trunkline", "stats", *arguments]
+        environment = {**child_environment(settings), "COLUMNS": "160", **changes}
+        return subprocess.run(
+            argv, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    tables = run("--batch", "batch_1", "--misses")
+    assert tables.returncode == 0, tables.stderr
+    assert "Prefix groups" in tables.stdout
+    assert "Misses by cause" in tables.stdout
+    assert "Simulated, computed by no model: one." in tables.stderr
+    record = json.loads(run("--json").stdout)
+    assert [row["batch_id"] for row in record["batches"]] == ["batch_1"]
+    for refused, said in (
+        (run("--batch", "batch_none"), "There is no batch of this id. batch_none"),
+        (run(DATABASE_URL=empty_database_url), "migrate"),
+        (run(DATABASE_URL="postgresql://127.0.0.1:9/none"), "DATABASE_URL"),
+    ):
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert said in refused.stderr
+        assert refused.stderr.count("\n") == 1

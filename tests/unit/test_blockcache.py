@@ -17,7 +17,7 @@ ROOT = prefix.root_digest(model="m", revision=None, adapter=None, salt=b"")
 @given(
     common=st.integers(0, 6000),
     tails=st.tuples(st.integers(1, 900), st.integers(1, 900)),
-    block_size=st.sampled_from([32, 64, 96, 128, 512]),
+    block_size=st.sampled_from([16, 32, 48, 64, 96, 128, 512]),
 )
 def test_ids_are_shared_as_far_as_the_keys(common: int, tails: tuple[int, int], block_size: int) -> None:
     prompts = [np.concatenate([np.arange(common), np.full(tail, 10**6 + n)]) for n, tail in enumerate(tails)]
@@ -39,8 +39,6 @@ def test_equal_hashes_below_different_parents_are_different_blocks() -> None:
 def test_blocks_beyond_the_key_are_the_job_s_own() -> None:
     assert block_ids(b"", 64, 32, 1) != block_ids(b"", 64, 32, 2)
     assert all(block_id < 0 for block_id in block_ids(b"", 64, 32, 0))
-    with pytest.raises(ValueError, match="multiple of 32"):
-        block_ids(b"", 64, 16, 1)
 
 
 def fill(cache: BlockCache, ids: list[int]) -> list[int]:

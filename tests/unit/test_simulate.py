@@ -55,7 +55,7 @@ def drain(core: SimulatedEngineCore, *, leap: bool = False) -> tuple[float, dict
     jobs,
     st.integers(1, 8),
     st.sampled_from([8, 40, 4096]),
-    st.sampled_from([32, 64]),
+    st.sampled_from([16, 32, 64]),
 )
 def test_one_engine_with_unbounded_cache_reaches_the_bound(
     made: Jobs, max_num_seqs: int, max_batched_tokens: int, block_size: int
@@ -192,6 +192,16 @@ def test_aborts_free_what_they_held(made: Jobs, aborts: list[tuple[int, int]], c
     _, finished = drain(core, leap=True)
     assert seen | set(finished) == set(range(len(made))) - aborted
     assert core._context_tokens == core._running == 0
+
+
+@pytest.mark.parametrize("leap", [False, True])
+def test_an_empty_prompt_ends_too(leap: bool) -> None:
+    core = engine(block_size=16)
+    core.submit(SimulatedJob(job_id=1, key=b"", prompt_tokens=0, output_tokens=0))
+    core.submit(SimulatedJob(job_id=2, key=b"", prompt_tokens=0, output_tokens=3))
+    seconds, finished = drain(core, leap=leap)
+    assert seconds == 3.0
+    assert sorted(finished) == [1, 2]
 
 
 def test_an_aborted_job_may_come_again() -> None:

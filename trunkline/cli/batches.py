@@ -67,20 +67,15 @@ def submit(
     """
     if output is not None and not wait:
         raise InputError("--output needs --wait; `trunkline results` writes the results of a batch that has ended.")
-    queue = {
-        "priority": priority.value,
-        "on_invalid_line": "skip" if skip_invalid else "fail",
-        "order": "input" if in_order else "any",
-    }
-    pairs = _pairs(metadata or [])
+    invalid, order = "skip" if skip_invalid else "fail", "input" if in_order else "any"
     with Client(url) as client:
         with _source(file) as stream:
             batch = client.batch(
                 stream,
                 endpoint=endpoint or first_endpoint(stream) or CHAT,
                 completion_window=window,
-                metadata=pairs or None,
-                queue=queue,
+                metadata=_pairs(metadata or []),
+                queue={"priority": priority.value, "on_invalid_line": invalid, "order": order},
             )
         if not wait:
             print_json(batch) if as_json else typer.echo(batch.id)
@@ -219,11 +214,11 @@ def _source(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def _pairs(items: list[str]) -> dict[str, str]:
+def _pairs(items: list[str]) -> dict[str, str] | None:
     pairs = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not (name and equals):
             raise InputError(f"--metadata {item}: KEY=VALUE was expected.")
         pairs[name] = value
-    return pairs
+    return pairs or None
