@@ -84,8 +84,13 @@ class Publisher:
 
     def check(self) -> None:
         """Raise BrokerUnreachable unless a connection can be made."""
-        try:
-            with self._app.connection_for_write(connect_timeout=5) as connection:
-                connection.ensure_connection(max_retries=0)
-        except (OperationalError, OSError) as error:
-            raise BrokerUnreachable(first_line(error)) from error
+        check_broker(self._app)
+
+
+def check_broker(app: Celery) -> None:
+    """Raise BrokerUnreachable unless a connection can be made."""
+    try:
+        with app.connection_for_write(connect_timeout=5) as connection:
+            connection.ensure_connection(max_retries=0)
+    except (OperationalError, OSError) as error:
+        raise BrokerUnreachable(first_line(error)) from error

@@ -198,7 +198,7 @@ _TOKEN_HEADS = ["jobs", "unknown", "prompt", "cached", "predicted", "hit rate"]
 
 
 def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(names[0], no_wrap=True, overflow="ignore")  # a cut id is no id
     for name in names[1:]:
         table.add_column(name, overflow="fold")

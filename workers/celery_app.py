@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from celery import Celery, bootsteps, signals
 from celery.worker import state
 
-from service.broker import Publisher, instance_queue, make_app
+from service.broker import check_broker, instance_queue, make_app
 from service.connections import find_connections
 from service.errors import SettingError, TrunklineError
 from service.fleet import Instance, Models, load_instances, load_models
@@ -74,7 +74,7 @@ def _build() -> Celery:
             try:
                 database.check()
                 check_schema(database)
-                Publisher(app).check()
+                check_broker(app)
                 owner.start(lambda: state.should_stop is not None or state.should_terminate is not None)
             except TrunklineError as error:
                 _fail(error)

@@ -161,23 +161,21 @@ class Lives:
 
     def _start_boot(self) -> int:
         process = psutil.Process()
-        started_at = process.create_time()
+        boot = instances.NewBoot(
+            name=self._instance.name,
+            queue=instance_queue(self._instance.name),
+            host=socket.gethostname(),
+            pid=process.pid,
+            pid_started_at=process.create_time(),
+            engine=self._instance.engine,
+            model=self._model.name,
+            devices=list(self._instance.devices),
+            engine_arguments=list(self._instance.arguments),
+            adapters=list(self._model.adapters),
+        )
+        stale_seconds = self._settings.stale_boot_seconds
         return self._database.run(
-            lambda conn: instances.start_boot(
-                conn,
-                name=self._instance.name,
-                queue=instance_queue(self._instance.name),
-                host=socket.gethostname(),
-                pid=process.pid,
-                pid_started_at=started_at,
-                engine=self._instance.engine,
-                model=self._model.name,
-                devices=self._instance.devices,
-                engine_arguments=self._instance.arguments,
-                adapters=self._model.adapters,
-                stale_after_seconds=self._settings.stale_boot_seconds,
-                is_dead=is_process_dead,
-            )
+            lambda conn: instances.start_boot(conn, boot, stale_after_seconds=stale_seconds, is_dead=is_process_dead)
         )
 
     def _say_gone(self, boot_id: int, reason: str) -> None:

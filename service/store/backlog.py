@@ -253,6 +253,14 @@ _WAITING = [
     func.octet_length(job.c.body).label("body_bytes"),
 ]
 
+_PLAN_COLUMNS: dict[str, type[sa.types.TypeEngine[Any]]] = {
+    "job_id": sa.BigInteger,
+    "cohort_id": sa.BigInteger,
+    "position": sa.Integer,
+    "predicted": sa.Integer,
+    "first": sa.Boolean,
+}
+
 
 def _waiting(conn: sa.Connection, model: str, limit: int, which: sa.ColumnElement[bool]) -> list[WaitingJob]:
     rows = conn.execute(
@@ -273,28 +281,18 @@ def _job(row: sa.Row[*tuple[Any, ...]]) -> WaitingJob:
 
 def _bind(conn: sa.Connection, ids: list[int], planned: Sequence[NewCohort]) -> dict[int, int]:
     """One UPDATE for all jobs of a plan; how many each cohort got."""
-    jobs: list[int] = []
-    cohorts: list[int] = []
-    positions: list[int] = []
-    predicted: list[int] = []
-    first: list[bool] = []
-    for cohort_id, item in zip(ids, planned, strict=True):
-        jobs.extend(int(job_id) for job_id in item.job_ids)
-        cohorts.extend([cohort_id] * len(item.job_ids))
-        positions.extend(range(len(item.job_ids)))
-        predicted.extend(int(tokens) for tokens in item.predicted_cached_tokens)
-        first.extend(bool(flag) for flag in item.first_of_group)
-    plan = (
-        func.unnest(
-            sa.cast(jobs, pg.ARRAY(sa.BigInteger)),
-            sa.cast(cohorts, pg.ARRAY(sa.BigInteger)),
-            sa.cast(positions, pg.ARRAY(sa.Integer)),
-            sa.cast(predicted, pg.ARRAY(sa.Integer)),
-            sa.cast(first, pg.ARRAY(sa.Boolean)),
+    rows = [
+        (int(job_id), cohort_id, position, int(predicted), bool(first))
+        for cohort_id, item in zip(ids, planned, strict=True)
+        for position, (job_id, predicted, first) in enumerate(
+            zip(item.job_ids, item.predicted_cached_tokens, item.first_of_group, strict=True)
         )
-        .table_valued("job_id", "cohort_id", "position", "predicted", "first")
-        .render_derived(name="plan")
-    )
+    ]
+    columns = zip(*rows, strict=True) if rows else [()] * len(_PLAN_COLUMNS)
+    arrays = [
+        sa.cast(list(values), pg.ARRAY(kind)) for values, kind in zip(columns, _PLAN_COLUMNS.values(), strict=True)
+    ]
+    plan = func.unnest(*arrays).table_valued(*_PLAN_COLUMNS).render_derived(name="plan")
     admitted = sa.or_(
         job.c.batch_id.is_(None),
         sa.exists().where(batch.c.id == job.c.batch_id, batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused),

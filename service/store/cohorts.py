@@ -90,45 +90,32 @@ def claim(
 
 def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
     """The jobs of a claimed cohort that have no result, in planned order."""
-    queued_ms = func.extract("epoch", func.now() - job.c.created_at) * 1000
     rows = conn.execute(
-        sa.select(
-            job.c.id,
-            job.c.batch_id,
-            job.c.endpoint,
-            job.c.body,
-            job.c.prefix_key,
-            job.c.prompt_tokens,
-            job.c.predicted_output_tokens,
-            job.c.predicted_cached_tokens,
-            job.c.first_of_group,
-            job.c.tries,
-            job.c.crashes,
-            tenant.c.salt,
-            queued_ms.label("queued_ms"),
-        )
+        sa.select(*_CLAIMED)
         .join(tenant, tenant.c.id == job.c.tenant_id)
         .where(job.c.cohort_id == claim.cohort_id, ~sa.exists().where(job_result.c.job_id == job.c.id))
         .order_by(job.c.cohort_position, job.c.id)
     )
-    return [
-        ClaimedJob(
-            job_id=row.id,
-            batch_id=row.batch_id,
-            endpoint=row.endpoint,
-            body=row.body,
-            salt=row.salt.hex(),
-            prefix_key=row.prefix_key,
-            prompt_tokens=row.prompt_tokens,
-            predicted_output_tokens=row.predicted_output_tokens,
-            predicted_cached_tokens=row.predicted_cached_tokens or 0,
-            first_of_group=bool(row.first_of_group),
-            tries=row.tries,
-            crashes=row.crashes,
-            queued_ms=max(0, int(row.queued_ms)),
-        )
-        for row in rows
-    ]
+    return [ClaimedJob(**row._mapping) for row in rows]
+
+
+_CLAIMED = [
+    job.c.id.label("job_id"),
+    job.c.batch_id,
+    job.c.endpoint,
+    job.c.body,
+    func.encode(tenant.c.salt, "hex").label("salt"),
+    job.c.prefix_key,
+    job.c.prompt_tokens,
+    job.c.predicted_output_tokens,
+    func.coalesce(job.c.predicted_cached_tokens, 0).label("predicted_cached_tokens"),
+    func.coalesce(job.c.first_of_group, sa.false()).label("first_of_group"),
+    job.c.tries,
+    job.c.crashes,
+    sa.cast(func.greatest(0, func.extract("epoch", func.now() - job.c.created_at) * 1000), sa.Integer).label(
+        "queued_ms"
+    ),
+]
 
 
 def renew(conn: sa.Connection, boot_id: int, lease_seconds: float, cohort_ids: Collection[int]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -35,6 +35,22 @@ class BootFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewBoot:
+    """What a worker knows of its boot before its engine is up."""
+
+    name: str
+    queue: str
+    host: str
+    pid: int
+    pid_started_at: float  # Unix seconds
+    engine: str
+    model: str
+    devices: Sequence[int]
+    engine_arguments: Sequence[str]
+    adapters: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Boot:
     """One life of an instance, as its row says."""
 
@@ -63,57 +79,27 @@ class Boot:
 
 
 def start_boot(
-    conn: sa.Connection,
-    *,
-    name: str,
-    queue: str,
-    host: str,
-    pid: int,
-    pid_started_at: float,
-    engine: str,
-    model: str,
-    devices: tuple[int, ...] | list[int],
-    engine_arguments: tuple[str, ...] | list[str],
-    adapters: tuple[str, ...] | list[str],
-    stale_after_seconds: float,
-    is_dead: Callable[[str, int, float], bool],
+    conn: sa.Connection, boot: NewBoot, *, stale_after_seconds: float, is_dead: Callable[[str, int, float], bool]
 ) -> int:
-    """A new boot of this queue, in the caller's transaction.
+    """A new boot of a queue, in the caller's transaction; its id.
 
     A predecessor that is silent for `stale_after_seconds`, or whose process `is_dead(host, pid, pid_started_at)`
     proves gone, or that is this very process, is marked gone and its cohorts are released; any other one keeps the
     queue, and InstanceHeld names it.
     """
-    stale = instance_boot.c.heartbeat_at < ago(stale_after_seconds)
     row = conn.execute(
-        sa.select(instance_boot, stale.label("stale"))
-        .where(instance_boot.c.queue == queue, instance_boot.c.state != BootState.GONE)
+        sa.select(instance_boot, (instance_boot.c.heartbeat_at < ago(stale_after_seconds)).label("is_silent"))
+        .where(instance_boot.c.queue == boot.queue, instance_boot.c.state != BootState.GONE)
         .with_for_update()
     ).one_or_none()
     if row is not None:
-        is_own = row.host == host and row.pid == pid and row.pid_started_at == pid_started_at
-        if not (is_own or row.stale or is_dead(row.host, row.pid, row.pid_started_at)):
-            raise InstanceHeld(f"{name}: process {row.pid} on {row.host} holds {queue}.")
+        is_own = (row.host, row.pid, row.pid_started_at) == (boot.host, boot.pid, boot.pid_started_at)
+        if not (is_own or row.is_silent or is_dead(row.host, row.pid, row.pid_started_at)):
+            raise InstanceHeld(f"{boot.name}: process {row.pid} on {row.host} holds {boot.queue}.")
         mark_gone(conn, row.id, "replaced by its successor")
-    return int(
-        conn.execute(
-            sa.insert(instance_boot)
-            .values(
-                name=name,
-                queue=queue,
-                host=host,
-                pid=pid,
-                pid_started_at=pid_started_at,
-                engine=engine,
-                model=model,
-                devices=list(devices),
-                engine_arguments=list(engine_arguments),
-                adapters=list(adapters),
-                state=BootState.STARTING,
-            )
-            .returning(instance_boot.c.id)
-        ).scalar_one()
-    )
+    values = {name: getattr(boot, name) for name in NewBoot.__dataclass_fields__}
+    insert = sa.insert(instance_boot).values(**values, state=BootState.STARTING).returning(instance_boot.c.id)
+    return int(conn.execute(insert).scalar_one())
 
 
 def mark_ready(conn: sa.Connection, boot_id: int, facts: BootFacts) -> bool:

@@ -17,9 +17,7 @@ QUEUE = "instance.one"
 
 
 def add_tenant(conn: sa.Connection, name: str = "default") -> int:
-    return conn.execute(
-        sa.insert(tenant).values(name=name, salt=b"s" * 16).returning(tenant.c.id)
-    ).scalar_one()
+    return conn.execute(sa.insert(tenant).values(name=name, salt=b"s" * 16).returning(tenant.c.id)).scalar_one()
 
 
 def add_batch(conn: sa.Connection, tenant_id: int, batch_id: str = "batch_1", **values: object) -> str:
@@ -72,8 +70,7 @@ def add_jobs(conn: sa.Connection, tenant_id: int, batch_id: str | None, groups: 
 
 def add_boot(conn: sa.Connection, name: str = "one", *, pid: int = 1, ready: bool = True) -> int:
     """A boot of `instance.<name>` with a small simulated engine."""
-    boot_id = instances.start_boot(
-        conn,
+    boot = instances.NewBoot(
         name=name,
         queue=f"instance.{name}",
         host="here",
@@ -84,9 +81,8 @@ def add_boot(conn: sa.Connection, name: str = "one", *, pid: int = 1, ready: boo
         devices=[],
         engine_arguments=[],
         adapters=[],
-        stale_after_seconds=15,
-        is_dead=lambda *_: False,
     )
+    boot_id = instances.start_boot(conn, boot, stale_after_seconds=15, is_dead=lambda *_: False)
     if ready:
         assert instances.mark_ready(conn, boot_id, FACTS)
     return boot_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 
@@ -60,7 +61,7 @@ def test_jobs_that_share_a_prefix_run_together_on_one_instance(database: Databas
     group_of = dict(zip(jobs, groups, strict=True))
     runs = {queue: [group_of[job_id] for job_id in ids] for queue, ids in planned(database).items()}
     assert sorted(len(run) for run in runs.values()) == [48, 48]
-    changes = sum(a != b for run in runs.values() for a, b in zip(run, run[1:], strict=False))
+    changes = sum(a != b for run in runs.values() for a, b in itertools.pairwise(run))
     assert changes == 6  # four whole groups on each instance
     with database.transaction() as conn:
         predicted = conn.execute(sa.select(sa.func.sum(job.c.predicted_cached_tokens))).scalar_one()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -60,12 +61,14 @@ def print_batch(batch: Batch) -> None:
 
 
 def print_batches(rows: Iterable[Batch]) -> None:
-    table = Table("batch", "status", "model", "lines", "failed", "hit rate", "created")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("batch", no_wrap=True, overflow="ignore")  # a cut id is no id
+    for name in ("status", "lines", "hit rate", "created"):
+        table.add_column(name, overflow="fold")
     for row in rows:
-        counts = row.request_counts
-        done = f"{row.lines_ended:,}/{counts.total:,}"
-        cells = (row.id, row.status, row.model or "", done, f"{counts.failed:,}", percent(row.queue.cache.hit_rate))
-        table.add_row(*(Text(cell) for cell in cells), moment(row.created_at))
+        lines = f"{row.lines_ended:,}/{row.request_counts.total:,}"
+        cells = (row.id, row.status, lines, percent(row.queue.cache.hit_rate), moment(row.created_at))
+        table.add_row(*(Text(cell) for cell in cells))
     Console().print(table)
 
 

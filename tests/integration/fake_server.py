@@ -1,0 +1,85 @@
+"""A small OpenAI-compatible server: `python fake_server.py PORT MODE [SECONDS]`.
+
+MODE is what it does with our fields: `honours` both, `refuses` both with 400, or `ignores` both, as servers do that
+know neither. It "caches" whole bodies. SECONDS is how long a completion takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "tiny"
+PROMPT_TOKENS = 200
+
+
+class FakeServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, mode: str, seconds: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.mode = mode
+        self.seconds = seconds
+        self.status = 200  # of completions: what a test wants refused
+        self.requests: list[dict[str, Any]] = []
+        self.seen: set[str] = set()
+        self.pause = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(200, {"object": "list", "data": [{"id": MODEL, "max_model_len": 2048}]})
+        else:
+            self._send(404, {"error": {"message": "not found"}})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            self._send(404, {})
+            return
+        self.server.requests.append(dict(body))
+        ours = {name: body.pop(name) for name in ("cache_salt", "priority") if name in body}
+        if ours and self.server.mode == "refuses":
+            self._send(400, {"error": {"message": f"unknown field {sorted(ours)}"}})
+            return
+        self.server.pause.wait(self.server.seconds)
+        if self.server.status != 200:
+            self._send(self.server.status, {"error": {"message": "no"}})
+            return
+        salt = ours.get("cache_salt", "") if self.server.mode == "honours" else ""
+        seen = f"{salt} {json.dumps(body)}"
+        cached_tokens = PROMPT_TOKENS - 8 if seen in self.server.seen else 0
+        self.server.seen.add(seen)
+        usage = {
+            "prompt_tokens": PROMPT_TOKENS,
+            "completion_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+        message = {"role": "assistant", "content": "ok"}
+        self._send(200, {"choices": [{"index": 0, "message": message}], "usage": usage})
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+if __name__ == "__main__":
+    FakeServer(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0).serve_forever()
