@@ -28,23 +28,22 @@ setup: .venv/.ready
 
 # torch: the CPU build, from a folder of wheels where one is configured, else from the index that --torch-backend knows.
 .venv/.ready: pyproject.toml constraints.txt
-	[ -x $(PY) ] || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	$(PACKAGE_SOURCES); \
+	@echo "Setting up .venv (once; a few minutes where packages download slowly)"
+	@[ -x $(PY) ] || $(PYTHON) -m venv .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@$(PACKAGE_SOURCES); \
 	if [ -n "$$links" ]; then torch=(torch==2.13.0+cpu); else torch=(--torch-backend cpu); fi; \
-	$(PY) -m uv pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
 		"$${torch[@]}" --editable '.[server,embedded,cpu,dev]'
-	touch .venv/.ready
+	@touch .venv/.ready
 
 demo: .venv/.ready
-	$(PY) -m trunkline demo $(ARGS)
+	@$(PY) -m trunkline demo $(ARGS)
 
 up: .venv/.ready
-	$(PY) -m trunkline up $(ARGS)
+	@$(PY) -m trunkline up $(ARGS)
 
-test: .venv/.ready
-	$(PY) -m ruff check .
-	$(PY) -m mypy
+test: lint types
 	$(PY) -m pytest $(ARGS)
 
 lint: .venv/.ready

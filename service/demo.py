@@ -6,6 +6,7 @@ Nothing is cut short for it: the processes are those of `trunkline up`, and the 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -189,7 +190,6 @@ class Demo:
     def _download(self, client: Client, batch: Batch) -> Path:
         assert batch.output_file_id is not None
         path = self._settings.state_folder / "demo" / f"{batch.id}.output.jsonl"
-        path.parent.mkdir(exist_ok=True)
         with path.open("wb") as file:
             for chunk in client.download(batch.output_file_id):
                 file.write(chunk)
@@ -274,7 +274,7 @@ def _show(console: Console, numbers: Numbers, source: Path) -> None:
 
 def _say_how_to_go_on(console: Console, settings: Settings) -> None:
     beside = Path(sys.executable).with_name("trunkline")
-    command = str(beside) if beside.exists() else "trunkline"
-    is_default = settings.state_folder == default_state_folder()
-    state = "" if is_default else f' --state "{settings.state_folder}"'
-    console.print(f"To keep it running: {command} up{state}", highlight=False, markup=False, soft_wrap=True)
+    words = [str(beside) if beside.exists() else "trunkline", "up"]
+    if settings.state_folder != default_state_folder():
+        words += ["--state", str(settings.state_folder)]
+    console.print(f"To keep it running: {shlex.join(words)}", highlight=False, markup=False, soft_wrap=True)

@@ -195,11 +195,15 @@ class EmbeddedServers:
 
 
 def make_state_folder(folder: Path) -> None:
-    """Private to its owner; as root others may pass through it, because Postgres runs as another user."""
+    """Private to its owner; as root others may pass through it, because Postgres runs as another user.
+
+    What holds prompts and answers is private in either case.
+    """
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700, exist_ok=True)
-    (folder / "logs").mkdir(mode=0o700, exist_ok=True)
+    for name in ("logs", "files", "models", "demo", "run"):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def log_path(settings: Settings, name: str) -> Path:

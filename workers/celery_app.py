@@ -64,10 +64,22 @@ def _build() -> Celery:
         tokenizing=Tokenizing(models, default_output_tokens=settings.default_output_tokens),
     )
     register(app, owner.run_cohort)
+    app.steps["worker"].add(_engine_step(app, owner, database))
+
+    def drain(**_: Any) -> None:
+        """In a thread: this runs inside a signal handler, which must not block. A second signal ends the grace."""
+        threading.Thread(target=owner.drain, name="drain", daemon=True).start()
+
+    signals.worker_shutting_down.connect(drain, weak=False)
+    # A receiver of this signal keeps Celery from setting up logging of its own.
+    signals.setup_logging.connect(lambda **_: set_up_logging(settings), weak=False)
+    return app
+
+
+def _engine_step(app: Celery, owner: InstanceOwner, database: Database) -> type:
+    """Celery starts its steps in order, the consumer last: no message is taken before the engine is ready."""
 
     class EngineStep(bootsteps.StartStopStep):  # type: ignore[misc]
-        """Celery starts steps in order, the consumer last: no message is taken before the engine is ready."""
-
         requires = ("celery.worker.components:Pool",)
 
         def start(self, parent: Any) -> None:
@@ -85,16 +97,7 @@ def _build() -> Celery:
 
         terminate = stop
 
-    app.steps["worker"].add(EngineStep)
-
-    def drain(**_: Any) -> None:
-        """In a thread: this runs inside a signal handler, which must not block. A second signal ends the grace."""
-        threading.Thread(target=owner.drain, name="drain", daemon=True).start()
-
-    signals.worker_shutting_down.connect(drain, weak=False)
-    # A receiver of this signal keeps Celery from setting up logging of its own.
-    signals.setup_logging.connect(lambda **_: set_up_logging(settings), weak=False)
-    return app
+    return EngineStep
 
 
 try:

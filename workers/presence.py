@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,13 +66,16 @@ def beat(conn: sa.Connection, standing: Standing, lease_seconds: float) -> Pulse
 class Presence:
     """The heartbeat's thread. The database away is no reason to end: the engine goes on, the fence decides."""
 
-    def __init__(self, database: Database, settings: Settings, owner: Owner) -> None:
+    def __init__(
+        self, database: Database, settings: Settings, owner: Owner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._database = database
         self._heartbeat_seconds = settings.heartbeat_seconds
         self._lease_seconds = settings.lease_seconds
         self._owner = owner
         self._stop = threading.Event()
-        self._last_beat = time.monotonic()
+        self._clock = clock
+        self._last_beat = clock()
         self._is_away = False
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
 
@@ -94,14 +97,14 @@ class Presence:
         """One heartbeat and what follows from it."""
         standing = self._owner.standing()
         if standing is None:
-            self._last_beat = time.monotonic()
+            self._last_beat = self._clock()
             return
         try:
             pulse = self._database.run(lambda conn: beat(conn, standing, self._lease_seconds))
         except DATABASE_AWAY as error:
             self._missed(error)
             return
-        self._last_beat = time.monotonic()
+        self._last_beat = self._clock()
         if self._is_away:
             log.warning("the database is back")
             self._is_away = False
@@ -109,7 +112,7 @@ class Presence:
         self._owner.pulse(standing, pulse)
 
     def _missed(self, error: BaseException) -> None:
-        silent_seconds = time.monotonic() - self._last_beat
+        silent_seconds = self._clock() - self._last_beat
         if not self._is_away and silent_seconds > self._lease_seconds:
             log.warning("nothing new is fed: no lease renewed for %.0f s %s", silent_seconds, first_line(error))
             self._is_away = True

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import sqlalchemy as sa
 from celery import Celery
-from seeds import QUEUE, add_batch, add_jobs, add_tenant
+from seeds import MODEL, QUEUE, add_batch, add_jobs, add_tenant
 from worker_processes import (
     Worker,
     boot_states,
@@ -25,6 +25,7 @@ from service.core.model import BatchStatus
 from service.settings import Settings
 from service.store.session import Database
 from service.store.tables import batch, instance_boot, job, job_result
+from workers.engines.tree import is_alive, load_record
 
 JOBS = 200
 GROUPS = [line % 4 for line in range(JOBS)]
@@ -188,4 +189,23 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     worker = cluster.worker()
     assert worker.popen.wait(60) == status
     assert says in worker.log.splitlines()[-1]
+    assert "Traceback" not in worker.log
+
+
+@pytest.mark.engine
+def test_a_worker_told_to_stop_while_its_engine_loads_leaves_nothing(cluster: Cluster) -> None:
+    write_fleet(cluster.settings, speed=20)
+    weights = cluster.settings.state_folder / "weights"
+    weights.mkdir()
+    (weights / "config.json").write_text("{}")
+    cluster.settings.instances_path.write_text(
+        f'[instances.one]\nengine = "vllm"\nmodel = "{MODEL}"\nweights = "{weights}"\n'
+    )
+    worker = cluster.worker()
+    record = cluster.settings.state_folder / "run" / "engine-one.json"
+    wait_until(lambda: len(load_record(record)) >= 2, 60, lambda: worker.log)  # the keeper, and vLLM at its imports
+    family = load_record(record)
+    assert worker.terminate() == 0
+    assert [process for process in family if is_alive(process)] == []
+    assert boot_states(cluster.database) == ["gone"]
     assert "Traceback" not in worker.log

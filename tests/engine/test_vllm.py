@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
 KV_TOKENS = 4096
 ARGUMENTS = ("--num-gpu-blocks-override", "128", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
+HOLDER = Path(__file__).with_name("hold_engine.py")
 PREFIX = " ".join(f"Rule {number}: answer briefly." for number in range(60))
 
 
@@ -55,7 +57,7 @@ def until_gone(processes: list[ProcessId], seconds: float) -> list[ProcessId]:
     return living
 
 
-async def test_vllm_from_start_to_kill_and_restart(
+async def test_vllm_from_start_to_both_kills(
     model_folder: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     settings = Settings(state_folder=tmp_path / "state folder", engine_start_seconds=900)
@@ -102,13 +104,19 @@ async def test_vllm_from_start_to_kill_and_restart(
     finally:
         await engine.stop(2)
 
-    again = VllmEngine(instance, model, settings)
-    try:
-        await again.start()
-        reply = await again.submit(request(model, "What is rule 3?", "aa", 5))
-        assert reply.usage.cached_tokens == 0
-    finally:
-        await again.stop(2)
+    # The restart, in a process of its own, which then dies as a worker does.
+    argv = [sys.executable, str(HOLDER), str(settings.state_folder), str(model_folder), *ARGUMENTS]
+    holder = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    assert holder.stdout is not None
+    said = json.loads(await holder.stdout.readline())
+    assert said["kv_capacity_tokens"] == KV_TOKENS
+    keeper = identify(said["keeper"])
+    assert keeper is not None
+    family = [keeper, *descendants([keeper.pid])]
+    assert len(family) >= 4
+    holder.kill()
+    await holder.wait()
+    assert await asyncio.to_thread(until_gone, family, 5) == []
     log = (settings.state_folder / "logs" / "engine-one.log").read_text()
     assert "answer briefly" not in log
 

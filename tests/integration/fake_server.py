@@ -1,7 +1,8 @@
 """A small OpenAI-compatible server: `python fake_server.py PORT MODE [SECONDS]`.
 
 MODE is what it does with our fields: `honours` both, `refuses` both with 400, or `ignores` both, as servers do that
-know neither. It "caches" whole bodies. SECONDS is how long a completion takes.
+know neither. It "caches" whole bodies. SECONDS is how long a request takes,
+except that a worker's probes are answered at once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,6 +27,7 @@ class FakeServer(ThreadingHTTPServer):
         self.mode = mode
         self.seconds = seconds
         self.status = 200  # of completions: what a test wants refused
+        self.retry_after: int | None = None
         self.requests: list[dict[str, Any]] = []
         self.seen: set[str] = set()
         self.pause = threading.Event()
@@ -53,7 +57,8 @@ class Handler(BaseHTTPRequestHandler):
         if ours and self.server.mode == "refuses":
             self._send(400, {"error": {"message": f"unknown field {sorted(ours)}"}})
             return
-        self.server.pause.wait(self.server.seconds)
+        if "probe" not in json.dumps(body):
+            self.server.pause.wait(self.server.seconds)
         if self.server.status != 200:
             self._send(self.server.status, {"error": {"message": "no"}})
             return
@@ -74,11 +79,28 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
+        if self.server.retry_after is not None:
+            self.send_header("retry-after", str(self.server.retry_after))
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
         return
+
+
+@contextmanager
+def serving(mode: str, seconds: float = 0.0) -> Iterator[FakeServer]:
+    """A server in a thread of this process."""
+    server = FakeServer(0, mode, seconds)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.pause.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 if __name__ == "__main__":

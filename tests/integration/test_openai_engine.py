@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
-from fake_server import FakeServer
+from fake_server import FakeServer, serving
 
 from service.errors import EngineFailed
 from service.fleet import Instance, Model
@@ -27,20 +23,6 @@ REQUEST = EngineRequest(
     expected_output_tokens=1,
     timeout_seconds=10,
 )
-
-
-@contextmanager
-def serving(mode: str, seconds: float = 0.0) -> Iterator[FakeServer]:
-    server = FakeServer(0, mode, seconds)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.pause.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def engine_at(url: str, settings: Settings, model: str = "tiny", **options: float) -> OpenAIEngine:
