@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,9 @@ def test_a_reader_that_leaves_ends_it_quietly(environment: dict[str, str], desk:
         killer.start()
         assert b"Traceback" not in process.stderr.read()
         killer.cancel()
+
+
+def test_the_version_is_printed_without_a_command(cli: Cli) -> None:
+    done = cli("--version")
+    assert done.returncode == 0
+    assert done.stdout.decode().strip() == version("trunkline")

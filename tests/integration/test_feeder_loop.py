@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from feeding import make_claim, make_job, waiting
@@ -50,10 +51,23 @@ class FakeEngine:
 REPLY = EngineReply(status_code=200, body=b"{}", usage=Usage())
 
 
+TABLES: list[Table] = []
+
+
+@pytest.fixture(autouse=True)
+async def cleared() -> AsyncIterator[None]:
+    """What a test leaves in flight is taken back, so that no task outlives its loop."""
+    yield
+    while TABLES:
+        TABLES.pop().feeder.take_back()
+        await turns()
+
+
 class Table:
     """A feeder over a fake engine, and what ended."""
 
     def __init__(self, max_num_seqs: int = 16) -> None:
+        TABLES.append(self)
         self.engine = FakeEngine()
         admission = Admission(max_num_seqs=max_num_seqs, kv_capacity_tokens=None)
         self.feeder = Feeder(engine=self.engine, admission=admission, timeout_seconds=9)

@@ -63,14 +63,19 @@ def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
     return app
 
 
-def _options(
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
-    ] = False,
-) -> None:
-    if show_version:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(version("trunkline"))
         raise typer.Exit
+
+
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    """What comes before a command."""
 
 
 def _name(command: typer.models.CommandInfo) -> str:
