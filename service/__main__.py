@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from service.connections import find_connections
-from service.errors import SettingError, TrunklineError
+from service.errors import TrunklineError, UsageError
 from service.logs import set_up_logging
 from service.migrate import upgrade
 from service.processes import WORKERS, find_process, procfile
@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> int:
     """The exit status. A TrunklineError is one sentence on stderr."""
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     try:
-        if command not in COMMANDS:
-            raise SettingError(f"python -m service {'|'.join(COMMANDS)}")
+        if command not in COMMANDS or len(rest) > (command == "run"):
+            raise UsageError(f"Known are: python -m service {'|'.join(COMMANDS)}; `run` takes a process's name.")
         settings = read_settings()
         set_up_logging(settings)
         COMMANDS[command](settings, *rest)

@@ -18,6 +18,12 @@ CONTROL_QUEUE = "control"
 CONTROL_TASK = "control"  # (control_task id)
 COHORT_TASK = "cohort"  # (cohort id, dispatch number)
 
+# A worker's threads, one per cohort that is out for its instance. Bulk: enough small cohorts to keep the engine full
+# while some of them have a last job running. Interactive: beyond those, so that a single job is claimed at once.
+BULK_SLOTS = 8
+INTERACTIVE_SLOTS = 32
+WORKER_THREADS = BULK_SLOTS + INTERACTIVE_SLOTS
+
 # 6 h, the same in every process: a 17 s task under a 5 s timeout was started 4 times at once. Recovery never waits
 # for it: leases in Postgres decide.
 _VISIBILITY_TIMEOUT_SECONDS = 21_600

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from service import reaper
-from service.broker import CONTROL_QUEUE, Publisher, make_app
+from service.broker import BULK_SLOTS, CONTROL_QUEUE, Publisher, make_app
 from service.connections import find_connections
 from service.core import plan as planning
 from service.core.ledger import Ledger
@@ -33,12 +33,20 @@ from service.store import backlog, dispatching, instances
 from service.store.dispatching import Edge, Message
 from service.store.instances import Boot
 from service.store.session import Database, first_line
-from service.views import Fleet, backlog_arrays, instance_view, job_seconds, kv_tokens, ledger_view, predict_first
+from service.views import (
+    Fleet,
+    backlog_arrays,
+    bulk_room,
+    instance_view,
+    job_seconds,
+    kv_tokens,
+    ledger_view,
+    predict_first,
+    singles_room,
+)
 
 log = logging.getLogger(__name__)
 
-BULK_SLOTS = 4  # cohorts out per instance: at a quarter of max_num_seqs each they fill the engine
-INTERACTIVE_SLOTS = 32  # threads of the worker beyond those, so that a single job is claimed at once
 _SINGLES_PER_PASS = 256
 _REPLAN_SHARE = 0.2  # late arrivals beyond this share of what is planned: plan anew (DESIGN.md section 6, 8)
 
@@ -224,16 +232,13 @@ class Dispatcher:
             loads = [load for load in dispatching.queue_loads(conn) if load.queue == boot.queue]
             fleet = Fleet(boots=[boot], loads=loads)
             messages: list[Message] = []
-            for interactive, slots in ((True, INTERACTIVE_SLOTS), (False, BULK_SLOTS)):
+            for interactive in (True, False):
                 if fleet.count(boot.queue, "ready_cohorts", interactive=interactive):
-                    free = slots - fleet.count(boot.queue, "active_cohorts", interactive=interactive)
+                    out = fleet.count(boot.queue, "active_cohorts", interactive=interactive)
+                    open_jobs = 0 if interactive else dispatching.open_jobs(conn, boot.id)
+                    room = singles_room(out) if interactive else bulk_room(boot, out, open_jobs)
                     messages += dispatching.dispatch(
-                        conn,
-                        boot_id=boot.id,
-                        queue=boot.queue,
-                        model=boot.model,
-                        limit=free,
-                        interactive=interactive,
+                        conn, boot_id=boot.id, queue=boot.queue, model=boot.model, room=room, interactive=interactive
                     )
             if not messages and fleet.count(boot.queue, "ready_cohorts", interactive=False):
                 messages = dispatching.dispatch_suspects(conn, boot_id=boot.id, queue=boot.queue, model=boot.model)

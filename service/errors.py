@@ -22,6 +22,12 @@ class SettingError(TrunklineError):
     exit_status = 2
 
 
+class UsageError(TrunklineError):
+    """That is no command."""
+
+    exit_status = 2
+
+
 class DatabaseUnreachable(TrunklineError):
     """The database does not answer; check DATABASE_URL."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from service.broker import CONTROL_QUEUE, instance_queue
+from service.broker import CONTROL_QUEUE, WORKER_THREADS, instance_queue
 from service.errors import SettingError
 from service.fleet import load_instances
 from service.settings import Settings
@@ -13,8 +13,6 @@ from service.settings import Settings
 SERVERS = "servers"
 WORKERS = "workers"  # the Procfile's one line for all workers of this host
 _WORKER_PREFIX = "worker-"
-# Threads = bulk cohorts (at most 4, which the dispatcher sees to) + 32, so that an interactive one never waits.
-_WORKER_THREADS = 36
 _STOP_SECONDS = 15.0
 _SERVERS_STOP_SECONDS = 40.0
 
@@ -96,7 +94,7 @@ def _control_argv(settings: Settings) -> tuple[str, ...]:
 
 
 def _worker_argv(settings: Settings, name: str) -> tuple[str, ...]:
-    options = ("-P", "threads", "-c", str(_WORKER_THREADS), "-Q", instance_queue(name), "-n", f"{name}@%h")
+    options = ("-P", "threads", "-c", str(WORKER_THREADS), "-Q", instance_queue(name), "-n", f"{name}@%h")
     return _celery("workers.celery_app", "worker", *options, "-l", settings.log_level)
 
 

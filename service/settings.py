@@ -109,7 +109,7 @@ class Settings:
     )
     plan_window_jobs: int = _setting("TRUNKLINE_PLAN_WINDOW_JOBS", 8_000, "Backlog jobs that are planned at once.")
     dispatch_poll_seconds: float = _setting(
-        "TRUNKLINE_DISPATCH_POLL_SECONDS", 0.25, "How often the dispatcher looks when nothing wakes it."
+        "TRUNKLINE_DISPATCH_POLL_SECONDS", 1.0, "How often the dispatcher looks when nothing wakes it."
     )
     cohort_jobs: int = _setting("TRUNKLINE_COHORT_JOBS", 512, "Most jobs in one cohort.")
 

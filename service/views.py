@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from service.broker import BULK_SLOTS, INTERACTIVE_SLOTS
 from service.core import plan as planning
 from service.core.cut import FloatArray
 from service.core.ledger import BootView
 from service.core.model import Priority
 from service.core.prefix import cacheable_tokens, shared_tokens
 from service.store import backlog, dispatching
-from service.store.dispatching import QueueLoad
+from service.store.dispatching import QueueLoad, Room
 from service.store.instances import Boot
 
 _DEFAULT_BLOCK_TOKENS = 16  # vLLM's on a GPU; for engines that do not say
@@ -57,6 +58,23 @@ def instance_view(boot: Boot, held_key: bytes | None, load_seconds: float) -> pl
         held_key=held_key,
         load_seconds=load_seconds,
     )
+
+
+def bulk_room(boot: Boot, active_cohorts: int, open_jobs: int) -> Room:
+    """What may be out for a boot: enough jobs to fill its engine and half as many behind them, so that it never waits
+    for the next look; two cohorts at least, however large; and no more, since what is out cannot be stolen."""
+    wanted = (boot.max_num_seqs or _DEFAULT_SEQUENCES) * 3 // 2
+    return Room(
+        jobs=wanted - open_jobs,
+        least_cohorts=max(0, 2 - active_cohorts),
+        most_cohorts=BULK_SLOTS - active_cohorts,
+    )
+
+
+def singles_room(active_cohorts: int) -> Room:
+    """Single jobs go out at once, as long as there are threads."""
+    free = INTERACTIVE_SLOTS - active_cohorts
+    return Room(jobs=free, least_cohorts=0, most_cohorts=free)
 
 
 def kv_tokens(boot: Boot) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from celery import Celery, bootsteps, signals
 from celery.worker import state
 
-from service.broker import check_broker, instance_queue, make_app
+from service.broker import WORKER_THREADS, check_broker, instance_queue, make_app
 from service.connections import find_connections
 from service.errors import SettingError, TrunklineError
 from service.fleet import Instance, Models, load_instances, load_models
@@ -21,9 +21,6 @@ from service.store.session import Database
 from service.tokenizing import Tokenizing
 from workers.owner import InstanceOwner
 from workers.tasks import register
-
-# Bulk cohorts (at most 4; the dispatcher sees to it) + 32, so that an interactive cohort is always claimed at once.
-_THREADS = 36
 
 
 def _fail(error: TrunklineError) -> NoReturn:
@@ -54,7 +51,7 @@ def _build() -> Celery:
     connections = find_connections(settings)
     app = make_app(settings, connections.broker_url, queue=instance_queue(instance.name))
     app.conf.worker_pool = "threads"
-    app.conf.worker_concurrency = _THREADS
+    app.conf.worker_concurrency = WORKER_THREADS
     database = Database(connections.database_url, application_name=f"trunkline worker {instance.name}")
     owner = InstanceOwner(
         settings=settings,

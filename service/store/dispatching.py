@@ -10,7 +10,7 @@ from sqlalchemy import func
 
 from service.core.model import BootState, CohortState, Priority
 from service.store.clock import ago
-from service.store.tables import cohort, cohort_event, instance_boot, job
+from service.store.tables import cohort, cohort_event, instance_boot, job, job_result
 
 _ACTIVE = (CohortState.DISPATCHED, CohortState.RUNNING)
 _other = cohort.alias("other")
@@ -24,6 +24,15 @@ class Message:
     queue: str
     cohort_id: int
     dispatch_no: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much may be dispatched: cohorts until `jobs` are among them, at least and at most so many."""
+
+    jobs: int
+    least_cohorts: int
+    most_cohorts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +104,39 @@ def queue_loads(conn: sa.Connection) -> list[QueueLoad]:
     return [QueueLoad(**row._mapping) for row in rows]
 
 
+def open_jobs(conn: sa.Connection, boot_id: int) -> int:
+    """Bulk jobs that are out for a boot and have no result: a few cohorts' worth of index probes."""
+    return int(
+        conn.execute(
+            sa.select(func.count())
+            .select_from(cohort)
+            .join(job, job.c.cohort_id == cohort.c.id)
+            .where(
+                cohort.c.instance_boot_id == boot_id,
+                cohort.c.state.in_(_ACTIVE),
+                cohort.c.priority < Priority.INTERACTIVE,
+                ~sa.exists().where(job_result.c.job_id == job.c.id),
+            )
+        ).scalar_one()
+    )
+
+
 def dispatch(
-    conn: sa.Connection, *, boot_id: int, queue: str, model: str, limit: int, interactive: bool
+    conn: sa.Connection, *, boot_id: int, queue: str, model: str, room: Room, interactive: bool
 ) -> list[Message]:
-    """ready -> dispatched for up to `limit` cohorts of a queue, the most urgent first, in planned order. The caller
-    commits, then publishes. Empty when the boot is no longer ready."""
+    """ready -> dispatched for as many cohorts of a queue as there is room for, the most urgent first, in planned
+    order. The caller commits, then publishes. Empty when the boot is no longer ready."""
     boot = conn.execute(
         sa.select(instance_boot.c.id)
         .where(instance_boot.c.id == boot_id, instance_boot.c.state == BootState.READY)
         .with_for_update(read=True)
     ).one_or_none()
-    if boot is None or limit <= 0:
+    if boot is None or room.most_cohorts <= 0:
         return []
     bulk = cohort.c.priority < Priority.INTERACTIVE
     alone_is_out = sa.exists().where(_other.c.instance_boot_id == boot_id, _other.c.state.in_(_ACTIVE), _other.c.alone)
-    chosen = (
-        sa.select(cohort.c.id)
+    rows = conn.execute(
+        sa.select(cohort.c.id, cohort.c.n_jobs)
         .where(
             cohort.c.queue == queue,
             cohort.c.model == model,
@@ -121,16 +147,23 @@ def dispatch(
             ~alone_is_out,
         )
         .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
-        .limit(limit)
+        .limit(room.most_cohorts)
         .with_for_update(skip_locked=True)
-    )
+    ).all()
+    chosen: list[int] = []
+    jobs = 0
+    for row in rows:
+        if jobs >= room.jobs and len(chosen) >= room.least_cohorts:
+            break
+        chosen.append(row.id)
+        jobs += row.n_jobs
     return _move(conn, chosen, boot_id, queue)
 
 
 def dispatch_suspects(conn: sa.Connection, *, boot_id: int, queue: str, model: str) -> list[Message]:
     """ready -> dispatched for one cohort that runs alone, and only while nothing else is out for this boot."""
     busy = sa.exists().where(_other.c.instance_boot_id == boot_id, _other.c.state.in_(_ACTIVE))
-    chosen = (
+    chosen = conn.execute(
         sa.select(cohort.c.id)
         .where(
             cohort.c.queue == queue,
@@ -142,8 +175,8 @@ def dispatch_suspects(conn: sa.Connection, *, boot_id: int, queue: str, model: s
         .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
         .limit(1)
         .with_for_update(skip_locked=True)
-    )
-    return _move(conn, chosen, boot_id, queue)
+    ).scalars()
+    return _move(conn, list(chosen), boot_id, queue)
 
 
 def tail_of(conn: sa.Connection, queue: str, model: str) -> Tail | None:
@@ -298,8 +331,7 @@ def edges_of(conn: sa.Connection, cohort_ids: Sequence[int]) -> list[Edge]:
     return [Edge(cohort_id=r.cohort_id, prefix_key=r.prefix_key, prompt_tokens=r.prompt_tokens) for r in rows]
 
 
-def _move(conn: sa.Connection, chosen: sa.Select[int], boot_id: int, queue: str) -> list[Message]:
-    ids = list(conn.execute(chosen).scalars())
+def _move(conn: sa.Connection, ids: list[int], boot_id: int, queue: str) -> list[Message]:
     if not ids:
         return []
     rows = conn.execute(

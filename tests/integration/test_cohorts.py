@@ -15,6 +15,8 @@ from service.store import backlog, cohorts, dispatching, instances, results
 from service.store.session import Database
 from service.store.tables import batch, batch_progress, cohort, instance_boot, job, job_result
 
+ROOM = dispatching.Room(jobs=100, least_cohorts=0, most_cohorts=4)
+
 
 class World:
     """A batch of four jobs, planned as one cohort on one ready boot."""
@@ -27,7 +29,9 @@ class World:
         self.cohort = plan_one(conn, self.jobs)
 
     def dispatch(self, conn: sa.Connection) -> dispatching.Message:
-        (message,) = dispatching.dispatch(conn, boot_id=self.boot, queue=QUEUE, model=MODEL, limit=4, interactive=False)
+        (message,) = dispatching.dispatch(
+            conn, boot_id=self.boot, queue=QUEUE, model=MODEL, room=ROOM, interactive=False
+        )
         return message
 
     def claim(self, conn: sa.Connection) -> cohorts.Claim:
@@ -195,7 +199,7 @@ def test_two_failures_take_a_cohort_apart_and_each_job_runs_alone(database: Data
             claim = world.claim(conn)
             assert cohorts.release(conn, claim, reason="engine died", failure=True, crashed_jobs=world.jobs[:1])
         assert (
-            dispatching.dispatch(conn, boot_id=world.boot, queue=QUEUE, model=MODEL, limit=4, interactive=False) == []
+            dispatching.dispatch(conn, boot_id=world.boot, queue=QUEUE, model=MODEL, room=ROOM, interactive=False) == []
         )
         (suspect,) = backlog.suspects(conn, 10)
         assert backlog.isolate(conn, suspect) == 4
@@ -351,7 +355,9 @@ def test_a_tail_is_split_in_planned_order(database: Database, world: World) -> N
         second = dispatching.split_tail(conn, tail, at=1)
         rows = conn.execute(sa.select(cohort.c.id, cohort.c.n_jobs, cohort.c.estimated_seconds).order_by(cohort.c.id))
         assert [tuple(row) for row in rows] == [(world.cohort, 1, 0.5), (second, 3, 1.5)]
-        first, _ = dispatching.dispatch(conn, boot_id=world.boot, queue=QUEUE, model=MODEL, limit=4, interactive=False)
+        first, _ = dispatching.dispatch(
+            conn, boot_id=world.boot, queue=QUEUE, model=MODEL, room=ROOM, interactive=False
+        )
         claim = claim_message(conn, first, world.boot)
         assert claim is not None
         assert [item.job_id for item in cohorts.load_jobs(conn, claim)] == world.jobs[:1]
