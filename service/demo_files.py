@@ -35,9 +35,14 @@ def input_file(file: Path | None) -> Path:
     return found
 
 
+def model_folder_of(settings: Settings) -> Path:
+    """Where the demo's model lies once it is prepared."""
+    return settings.state_folder / _MODEL_FOLDER
+
+
 def prepare_model(settings: Settings, log_path: Path) -> subprocess.Popen[bytes]:
     """Start what makes the model's folder; it ends at once where the folder is there already."""
-    argv = [sys.executable, "-m", "workers.models", "prepare", "--output", str(settings.state_folder / _MODEL_FOLDER)]
+    argv = [sys.executable, "-m", "workers.models", "prepare", "--output", str(model_folder_of(settings))]
     with log_path.open("ab") as output:
         return spawn(argv, environment=child_environment(settings), output=output)
 

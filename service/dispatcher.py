@@ -28,13 +28,8 @@ from service.core.steal import InstanceLoad, halve, steal_from
 from service.errors import BrokerUnreachable
 from service.leader import Leader
 from service.migrate import check_schema
-from service.settings import Settings
-from service.store import backlog, dispatching, instances
-from service.store.dispatching import Edge, Message
-from service.store.instances import Boot
-from service.store.session import Database, first_line
-from service.views import (
-    Fleet,
+from service.planner_input import (
+    FleetLoad,
     backlog_arrays,
     bulk_room,
     instance_view,
@@ -44,6 +39,11 @@ from service.views import (
     predict_first,
     singles_room,
 )
+from service.settings import Settings
+from service.store import backlog, dispatching, instances
+from service.store.dispatching import Edge, Message
+from service.store.instances import Boot
+from service.store.session import Database, first_line
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Dispatcher:
             log.warning("cohort=%d failed twice: its %d open jobs run alone", suspect.cohort_id, count)
 
     def _plan_model(self, conn: sa.Connection, model: str, boots: Sequence[Boot]) -> None:
-        fleet = Fleet(boots=list(boots), loads=dispatching.queue_loads(conn))
+        fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
         self._place_singles(conn, model, fleet)
         window = self._settings.plan_window_jobs
         priority, jobs = backlog.waiting_bulk(conn, model, window)
@@ -113,12 +113,12 @@ class Dispatcher:
         if planned * 2 >= window:
             return
         if len(jobs) >= planned * _REPLAN_SHARE and planned and backlog.unplan_ready(conn, model):
-            fleet = Fleet(boots=fleet.boots, loads=dispatching.queue_loads(conn))
+            fleet = FleetLoad(boots=fleet.boots, loads=dispatching.queue_loads(conn))
             priority, jobs = backlog.waiting_bulk(conn, model, window)
         self._plan_bulk(conn, model, priority, jobs, fleet)
 
     def _plan_bulk(
-        self, conn: sa.Connection, model: str, priority: int, jobs: Sequence[backlog.WaitingJob], fleet: Fleet
+        self, conn: sa.Connection, model: str, priority: int, jobs: Sequence[backlog.WaitingJob], fleet: FleetLoad
     ) -> None:
         boots = fleet.of_model(model)
         held = backlog.last_keys(conn, [(boot.id, boot.queue) for boot in boots])
@@ -151,7 +151,7 @@ class Dispatcher:
             time.monotonic() - started,
         )
 
-    def _place_singles(self, conn: sa.Connection, model: str, fleet: Fleet) -> None:
+    def _place_singles(self, conn: sa.Connection, model: str, fleet: FleetLoad) -> None:
         """Jobs without a backlog go, one by one, where the least work is left to do for them."""
         boots = fleet.of_model(model)
         for boot in boots:
@@ -179,7 +179,7 @@ class Dispatcher:
 
     def _rescue_orphans(self, conn: sa.Connection, boots: Sequence[Boot]) -> None:
         """Ready cohorts of queues that no ready boot serves go, in order, to the instance with the least work."""
-        fleet = Fleet(boots=list(boots), loads=dispatching.queue_loads(conn))
+        fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
         served = {(boot.queue, boot.model) for boot in boots}
         for load in fleet.loads:
             targets = fleet.of_model(load.model)
@@ -192,7 +192,7 @@ class Dispatcher:
     def _steal(self, conn: sa.Connection, boots: Sequence[Boot]) -> None:
         """An instance that has nothing left takes the tail of the one with most estimated work left."""
         for thief in boots:
-            fleet = Fleet(boots=list(boots), loads=dispatching.queue_loads(conn))
+            fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
             out = fleet.count(thief.queue, "active_cohorts", interactive=False)
             if out >= BULK_SLOTS or fleet.count(thief.queue, "ready_cohorts", interactive=False):
                 continue
@@ -230,7 +230,7 @@ class Dispatcher:
 
         def move(conn: sa.Connection) -> tuple[list[Message], list[Edge]]:
             loads = [load for load in dispatching.queue_loads(conn) if load.queue == boot.queue]
-            fleet = Fleet(boots=[boot], loads=loads)
+            fleet = FleetLoad(boots=[boot], loads=loads)
             messages: list[Message] = []
             for interactive in (True, False):
                 if fleet.count(boot.queue, "ready_cohorts", interactive=interactive):

@@ -26,18 +26,19 @@ MARKER = "marker-of-a-prompt-that-no-log-may-show"
 class Stack:
     """Started processes and a client of their API. `turn` must be called while waiting: the supervisor lives on it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, model: str = MODEL) -> None:
+        self._model = model
         self.settings = dataclasses.replace(settings, port=free_port(), flower_port=free_port())
         self.supervisor = Supervisor(self.settings)
         self.url = f"http://127.0.0.1:{self.settings.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self._seen: dict[int, psutil.Process] = {}
 
-    def start(self, instances: int) -> None:
+    def start(self, instances: int, seconds: float = 90) -> None:
         self.supervisor.start_servers()
         self.supervisor.wait_servers()
         self.supervisor.start_rest()
-        self.wait(lambda: self.ready_instances() == instances, 90)
+        self.wait(lambda: self.ready_instances() == instances, seconds)
 
     def stop(self) -> list[psutil.Process]:
         """Everything down; what is left of the processes that were ever seen."""
@@ -53,7 +54,7 @@ class Stack:
             models = self.http.get("/v1/models")
         except httpx.TransportError:
             return 0
-        served = [model for model in models.json()["data"] if model["id"] == MODEL]
+        served = [model for model in models.json()["data"] if model["id"] == self._model]
         return sum(int(model["instances"]) for model in served)
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -63,6 +64,11 @@ class Stack:
             self.supervisor.turn()
             self._note()
             time.sleep(0.1)
+
+    def completed(self, batch_id: str) -> int:
+        """Lines of the batch that are answered."""
+        counts = self.sdk().batches.retrieve(batch_id).request_counts
+        return counts.completed if counts else 0
 
     def kill(self, name: str) -> None:
         psutil.Process(self.supervisor.pids()[name]).send_signal(signal.SIGKILL)

@@ -55,11 +55,6 @@ def answers(sdk: openai.OpenAI, file_id: str | None) -> list[dict[str, object]]:
     return [json.loads(line) for line in sdk.files.content(file_id).text.splitlines()] if file_id else []
 
 
-def done(stack: Stack, batch_id: str) -> int:
-    counts = stack.sdk().batches.retrieve(batch_id).request_counts
-    return counts.completed if counts else 0
-
-
 def test_the_main_job(start: Callable[[float], Stack], database: Database, broker_url: str, tmp_path: Path) -> None:
     stack = start(5.0)
     ids = write_requests(tmp_path / "in.jsonl", 120)
@@ -97,7 +92,7 @@ def test_a_killed_worker_in_mid_batch_costs_no_line(
     ids = write_requests(tmp_path / "in.jsonl", 160)
     sdk = stack.sdk()
     batch_id = submit(sdk, tmp_path / "in.jsonl").id
-    stack.wait(lambda: done(stack, batch_id) > 20, 60)
+    stack.wait(lambda: stack.completed(batch_id) > 20, 60)
     stack.kill("worker-one")
     batch = finish(stack, batch_id)
     assert batch.status == "completed"
@@ -116,7 +111,7 @@ def test_killed_dispatcher_control_and_an_emptied_broker_cost_no_line(
     sdk = stack.sdk()
     batch_id = submit(sdk, tmp_path / "in.jsonl").id
     stack.kill("control")
-    stack.wait(lambda: done(stack, batch_id) > 20, 60)
+    stack.wait(lambda: stack.completed(batch_id) > 20, 60)
     stack.kill("dispatcher")
     redis.Redis.from_url(broker_url).flushall()
     batch = finish(stack, batch_id)
@@ -131,7 +126,7 @@ def test_a_cancel_keeps_what_was_answered_and_accounts_for_the_rest(
     ids = write_requests(tmp_path / "in.jsonl", 160)
     sdk = stack.sdk()
     batch_id = submit(sdk, tmp_path / "in.jsonl").id
-    stack.wait(lambda: done(stack, batch_id) > 10, 60)
+    stack.wait(lambda: stack.completed(batch_id) > 10, 60)
     assert sdk.batches.cancel(batch_id).status == "cancelling"
     batch = finish(stack, batch_id)
     assert batch.status == "cancelled"
@@ -160,14 +155,14 @@ def test_a_single_job_is_answered_while_a_batch_runs(start: Callable[[float], St
     stack = start(0.5)
     write_requests(tmp_path / "in.jsonl", 160)
     batch_id = submit(stack.sdk(), tmp_path / "in.jsonl").id
-    stack.wait(lambda: done(stack, batch_id) > 10, 60)
+    stack.wait(lambda: stack.completed(batch_id) > 10, 60)
     body = json.loads((tmp_path / "in.jsonl").read_text().splitlines()[0])["body"]
     created = stack.http.post("/v1/jobs", json={"endpoint": "/v1/chat/completions", "body": body})
     assert created.status_code == 202
     job_object = stack.http.get(f"/v1/jobs/{created.json()['id']}", params={"wait": 20}).json()
     assert job_object["status"] == "succeeded"
     assert job_object["response"]["body"]["usage"]["prompt_tokens"] > 0
-    assert done(stack, batch_id) < 160  # it did not wait for the batch
+    assert stack.completed(batch_id) < 160  # it did not wait for the batch
     assert finish(stack, batch_id).status == "completed"
 
 

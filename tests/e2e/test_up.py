@@ -55,6 +55,16 @@ class Running:
                 return process
         return None
 
+    def names(self, part: str) -> bool:
+        """A process of this family shows `part` in its title (Celery writes its own over the command line)."""
+        for process in self.family():
+            try:
+                if part in " ".join(process.cmdline()):
+                    return True
+            except psutil.Error:
+                continue
+        return False
+
     def instances(self) -> int:
         """How many ready instances the API says that the model has."""
         try:
@@ -149,7 +159,7 @@ def test_kill_9_of_up_takes_everything_along_and_it_starts_again(start: Start) -
 def test_the_procfile_runs_the_same_on_a_fresh_machine(start: Start) -> None:
     honcho = start(HONCHO)
     honcho.wait_serving()
-    assert honcho.child("control@%h") is not None
+    assert honcho.names("control@")
     assert honcho.child("flower") is not None
     honcho.popen.send_signal(signal.SIGTERM)
     honcho.popen.wait(timeout=60)

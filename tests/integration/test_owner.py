@@ -23,6 +23,8 @@ from service.store.tables import batch, cohort, instance_boot, job, job_result
 from service.tokenizing import Tokenizing
 from workers.owner import InstanceOwner, StartStopped
 
+ONE = dispatching.Room(jobs=1, least_cohorts=1, most_cohorts=1)
+
 
 class Bench:
     """An owner attached to a server, and a tenant with a batch."""
@@ -65,7 +67,7 @@ class Bench:
             )
             backlog.insert_cohorts(conn, [row])
             (message,) = dispatching.dispatch(
-                conn, boot_id=boot_id, queue=QUEUE, model=MODEL, limit=1, interactive=False
+                conn, boot_id=boot_id, queue=QUEUE, model=MODEL, room=ONE, interactive=False
             )
         return message
 

@@ -25,7 +25,7 @@ _DEFAULT_RATES = planning.Rates(prefill_tokens_per_second=10_000.0, decode_token
 
 
 @dataclass(slots=True)
-class Fleet:
+class FleetLoad:
     """The ready boots and what is planned for them, as one pass sees it."""
 
     boots: list[Boot]
