@@ -12,7 +12,7 @@ from typing import Any
 
 from celery import Celery, signals
 
-from service.broker import CONTROL_QUEUE, CONTROL_TASK, make_app
+from service.broker import CONTROL_QUEUE, CONTROL_TASK, MOST_ID, make_app
 from service.connections import find_connections
 from service.control import make_work, run_task
 from service.errors import TrunklineError
@@ -68,8 +68,11 @@ def control_app() -> Celery:
     process = ControlProcess(settings)
 
     @app.task(name=CONTROL_TASK)  # type: ignore[untyped-decorator]
-    def control(task_id: int) -> None:
-        process.run(task_id)
+    def control(*args: object, **kwargs: object) -> None:
+        if kwargs or len(args) != 1 or type(args[0]) is not int or not 1 <= args[0] < MOST_ID:
+            log.warning("malformed message dropped: %d arguments", len(args) + len(kwargs))
+            return
+        process.run(args[0])
 
     signals.setup_logging.connect(process.set_up_logging, weak=False)
     signals.worker_init.connect(process.start, weak=False)

@@ -23,7 +23,7 @@ from service.settle import run_cancel, run_expire
 from service.store import batches, control
 from service.store.blobs import Blobs
 from service.store.control import ControlTask
-from service.store.session import Database
+from service.store.session import DATABASE_AWAY, Database
 from service.tokenizing import Tokenizing
 from service.work import Interrupted, Work
 
@@ -126,5 +126,5 @@ def _keep(work: Work, task: ControlTask, ended: threading.Event) -> None:
             work.database.run(lambda conn: work.hold(conn, task))
         except FenceLost:
             return  # finished a moment ago, or lost: the handler's own fence says so
-        except sa.exc.DBAPIError as error:
-            log.warning("control task %d: lease not renewed (%s)", task.id, type(error.orig).__name__)
+        except (sa.exc.DBAPIError, *DATABASE_AWAY) as error:
+            log.warning("control task %d: lease not renewed (%s)", task.id, type(error).__name__)

@@ -10,19 +10,18 @@ import logging
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import psycopg
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, OperationalError
 
 from service import reaper
 from service.broker import BULK_SLOTS, CONTROL_QUEUE, Publisher, make_app
 from service.connections import find_connections
 from service.core import plan as planning
 from service.core.ledger import Ledger
-from service.core.model import Priority
 from service.core.prefix import neighbour_shared_tokens
 from service.core.steal import InstanceLoad, halve, steal_from
 from service.errors import BrokerUnreachable
@@ -37,13 +36,14 @@ from service.planner_input import (
     kv_tokens,
     ledger_view,
     predict_first,
+    single_cohort,
     singles_room,
 )
 from service.settings import Settings
-from service.store import backlog, dispatching, instances
+from service.store import backlog, dispatching, instances, stealing
 from service.store.dispatching import Edge, Message
 from service.store.instances import Boot
-from service.store.session import Database, first_line
+from service.store.session import DATABASE_AWAY, Database, first_line
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +62,29 @@ class Dispatcher:
         self._ledger = Ledger()
 
     def step(self) -> int:
-        """Plan, move and publish once. Returns how many cohorts were published."""
+        """Plan, move and publish once. Returns how many cohorts were published.
+
+        Single jobs first, in transactions of their own: nobody waits for the planning of a window.
+        """
         with self._database.transaction() as conn:
             boots = instances.ready_boots(conn, self._settings.stale_boot_seconds)
+        models = sorted({boot.model for boot in boots})
         self._database.run(self._isolate_suspects)
-        for model in sorted({boot.model for boot in boots}):
+        for model in models:
+            self._database.run(partial(self._place_singles, model=model, boots=boots))
+        published = self._dispatch_all(boots, interactive=True)
+        for model in models:
             self._notice_boots(model, [boot for boot in boots if boot.model == model])
         for model in self._database.run(backlog.models_waiting):
-            if any(boot.model == model for boot in boots):
+            if model in models:
                 self._database.run(partial(self._plan_model, model=model, boots=boots))
         self._database.run(lambda conn: self._rescue_orphans(conn, boots))
         self._database.run(lambda conn: self._steal(conn, boots))
-        messages = [message for boot in boots for message in self._dispatch(boot)]
+        return published + self._dispatch_all(boots, interactive=False)
+
+    def _dispatch_all(self, boots: Sequence[Boot], *, interactive: bool) -> int:
+        loads = self._database.run(dispatching.queue_loads)
+        messages = [message for boot in boots for message in self._dispatch(boot, loads, interactive)]
         self.publish(messages)
         return len(messages)
 
@@ -104,7 +115,6 @@ class Dispatcher:
 
     def _plan_model(self, conn: sa.Connection, model: str, boots: Sequence[Boot]) -> None:
         fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
-        self._place_singles(conn, model, fleet)
         window = self._settings.plan_window_jobs
         priority, jobs = backlog.waiting_bulk(conn, model, window)
         if not jobs:
@@ -112,7 +122,9 @@ class Dispatcher:
         planned = fleet.ready_jobs(model, at_least=priority)
         if planned * 2 >= window:
             return
-        if len(jobs) >= planned * _REPLAN_SHARE and planned and backlog.unplan_ready(conn, model):
+        of_class = fleet.ready_jobs_of_class(model, priority)
+        is_many = len(jobs) >= of_class * _REPLAN_SHARE
+        if of_class and is_many and backlog.unplan_ready(conn, model, priority):
             fleet = FleetLoad(boots=fleet.boots, loads=dispatching.queue_loads(conn))
             priority, jobs = backlog.waiting_bulk(conn, model, window)
         self._plan_bulk(conn, model, priority, jobs, fleet)
@@ -151,53 +163,53 @@ class Dispatcher:
             time.monotonic() - started,
         )
 
-    def _place_singles(self, conn: sa.Connection, model: str, fleet: FleetLoad) -> None:
+    def _place_singles(self, conn: sa.Connection, model: str, boots: Sequence[Boot]) -> None:
         """Jobs without a backlog go, one by one, where the least work is left to do for them."""
-        boots = fleet.of_model(model)
-        for boot in boots:
+        waiting = backlog.waiting_singles(conn, model, _SINGLES_PER_PASS)
+        if not waiting:
+            return
+        fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
+        by_id = {boot.id: boot for boot in fleet.of_model(model)}
+        for boot in by_id.values():
             self._ledger.open(boot.id, kv_tokens(boot))
-        views = [ledger_view(boot, fleet.seconds(boot.queue)) for boot in boots]
-        queues = {boot.id: boot.queue for boot in boots}
-        for priority, waiting in backlog.waiting_singles(conn, model, _SINGLES_PER_PASS):
-            choice = self._ledger.choose(waiting.prefix_key, waiting.prompt_tokens, views)
+        load_seconds = {boot.id: fleet.seconds(boot.queue) for boot in by_id.values()}
+        sequence = backlog.next_sequence(conn)
+        placed = []
+        for position, (priority, single) in enumerate(waiting):
+            views = [ledger_view(boot, load_seconds[boot.id]) for boot in by_id.values()]
+            choice = self._ledger.choose(single.prefix_key, single.prompt_tokens, views)
             if choice is None:
                 return
-            single = backlog.NewCohort(
-                model=model,
-                queue=queues[choice.boot_id],
-                sequence=backlog.next_sequence(conn),
-                priority=max(priority, Priority.INTERACTIVE),
-                alone=False,
-                body_bytes=waiting.body_bytes,
-                estimated_seconds=0.0,
-                job_ids=[waiting.job_id],
-                predicted_cached_tokens=[choice.predicted_cached_tokens],
-                first_of_group=[choice.predicted_cached_tokens == 0],
-            )
-            backlog.insert_cohorts(conn, [single])
-            self._ledger.record(choice.boot_id, waiting.prefix_key, waiting.prompt_tokens)
+            boot = by_id[choice.boot_id]
+            cohort = single_cohort(boot, model, single, priority, sequence + position, choice.predicted_cached_tokens)
+            load_seconds[boot.id] += cohort.estimated_seconds
+            placed.append(cohort)
+            self._ledger.record(boot.id, single.prefix_key, single.prompt_tokens)
+        backlog.insert_cohorts(conn, placed)
 
     def _rescue_orphans(self, conn: sa.Connection, boots: Sequence[Boot]) -> None:
         """Ready cohorts of queues that no ready boot serves go, in order, to the instance with the least work."""
         fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
         served = {(boot.queue, boot.model) for boot in boots}
+        moved: defaultdict[str, float] = defaultdict(float)  # seconds
         for load in fleet.loads:
             targets = fleet.of_model(load.model)
             if (load.queue, load.model) in served or not load.ready_cohorts or not targets:
                 continue
-            for cohort_id in dispatching.ready_cohorts_of(conn, load.queue, load.model):
-                target = min(targets, key=lambda boot: fleet.seconds(boot.queue))
-                dispatching.rebind(conn, cohort_id, target.queue, first_predicted=0)
+            for cohort_id, seconds in stealing.ready_cohorts_of(conn, load.queue, load.model):
+                target = min(targets, key=lambda boot: fleet.seconds(boot.queue) + moved[boot.queue])
+                moved[target.queue] += seconds
+                stealing.rebind(conn, cohort_id, target.queue, first_predicted=0)
 
     def _steal(self, conn: sa.Connection, boots: Sequence[Boot]) -> None:
         """An instance that has nothing left takes the tail of the one with most estimated work left."""
+        fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
         for thief in boots:
-            fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
             out = fleet.count(thief.queue, "active_cohorts", interactive=False)
             if out >= BULK_SLOTS or fleet.count(thief.queue, "ready_cohorts", interactive=False):
                 continue
             peers = fleet.of_model(thief.model)
-            tails = [None if boot is thief else dispatching.tail_of(conn, boot.queue, boot.model) for boot in peers]
+            tails = [None if boot is thief else stealing.tail_of(conn, boot.queue, boot.model) for boot in peers]
             loads = [
                 InstanceLoad(
                     seconds_left=fleet.seconds(boot.queue),
@@ -212,35 +224,36 @@ class Dispatcher:
             if steal is None or tail is None:
                 continue
             self._take(conn, thief, tail, steal.halve)
+            fleet = FleetLoad(boots=fleet.boots, loads=dispatching.queue_loads(conn))
 
-    def _take(self, conn: sa.Connection, thief: Boot, tail: dispatching.Tail, is_halved: bool) -> None:
+    def _take(self, conn: sa.Connection, thief: Boot, tail: stealing.Tail, is_halved: bool) -> None:
         """Bind a tail cohort, or its second half, to the thief; correct what its first job should find there."""
         at = (
             halve(job_seconds(tail), neighbour_shared_tokens([item.prefix_key for item in tail.jobs]))
             if is_halved
             else 0
         )
-        cohort_id = dispatching.split_tail(conn, tail, at) if at else tail.cohort_id
+        cohort_id = stealing.split_tail(conn, tail, at) if at else tail.cohort_id
         held = backlog.last_keys(conn, [(thief.id, thief.queue)]).get(thief.queue, b"")
-        dispatching.rebind(conn, cohort_id, thief.queue, predict_first(thief, tail.jobs[at], held))
+        stealing.rebind(conn, cohort_id, thief.queue, predict_first(thief, tail.jobs[at], held))
         log.info("cohort=%d moved to %s, which had nothing left", cohort_id, thief.queue)
 
-    def _dispatch(self, boot: Boot) -> list[Message]:
+    def _dispatch(self, boot: Boot, loads: list[dispatching.QueueLoad], interactive: bool) -> list[Message]:
         """Fill the free slots of one boot; committed when this returns."""
+        fleet = FleetLoad(boots=[boot], loads=loads)
+        ready, out = (
+            fleet.count(boot.queue, what, interactive=interactive) for what in ("ready_cohorts", "active_cohorts")
+        )
+        if not ready:
+            return []
 
         def move(conn: sa.Connection) -> tuple[list[Message], list[Edge]]:
-            loads = [load for load in dispatching.queue_loads(conn) if load.queue == boot.queue]
-            fleet = FleetLoad(boots=[boot], loads=loads)
-            messages: list[Message] = []
-            for interactive in (True, False):
-                if fleet.count(boot.queue, "ready_cohorts", interactive=interactive):
-                    out = fleet.count(boot.queue, "active_cohorts", interactive=interactive)
-                    open_jobs = 0 if interactive else dispatching.open_jobs(conn, boot.id)
-                    room = singles_room(out) if interactive else bulk_room(boot, out, open_jobs)
-                    messages += dispatching.dispatch(
-                        conn, boot_id=boot.id, queue=boot.queue, model=boot.model, room=room, interactive=interactive
-                    )
-            if not messages and fleet.count(boot.queue, "ready_cohorts", interactive=False):
+            open_jobs = 0 if interactive else dispatching.open_jobs(conn, boot.id)
+            room = singles_room(out) if interactive else bulk_room(boot, out, open_jobs)
+            messages = dispatching.dispatch(
+                conn, boot_id=boot.id, queue=boot.queue, model=boot.model, room=room, interactive=interactive
+            )
+            if not messages:
                 messages = dispatching.dispatch_suspects(conn, boot_id=boot.id, queue=boot.queue, model=boot.model)
             ids = [message.cohort_id for message in messages]
             return messages, dispatching.edges_of(conn, ids) if ids else []
@@ -283,7 +296,7 @@ def main(settings: Settings) -> None:
     while not stop.is_set():
         try:
             run_until_lost(settings, database, publisher, stop)
-        except (DBAPIError, OperationalError, psycopg.Error) as error:
+        except (*DATABASE_AWAY, psycopg.OperationalError) as error:
             log.warning("database lost, trying again: %s", first_line(error))
             stop.wait(1.0)
     database.close()

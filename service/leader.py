@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import psycopg
-
 from service.store.session import Database
 
 _LEADER_LOCK = 0x7472756E6B  # "trunk"
@@ -13,8 +11,7 @@ class Leader:
     """Holds the advisory lock of the leading dispatcher, and hears NOTIFY, on one connection of its own."""
 
     def __init__(self, database: Database) -> None:
-        url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
-        self._connection = psycopg.connect(url, autocommit=True, connect_timeout=5, application_name="trunkline-leader")
+        self._connection = database.connect_raw("leader")
         self._connection.execute("listen dispatch")
 
     def leads(self) -> bool:

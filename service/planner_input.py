@@ -13,7 +13,8 @@ from service.core.cut import FloatArray
 from service.core.ledger import BootView
 from service.core.model import Priority
 from service.core.prefix import cacheable_tokens, shared_tokens
-from service.store import backlog, dispatching
+from service.store import backlog, stealing
+from service.store.backlog import NewCohort, WaitingJob
 from service.store.dispatching import QueueLoad, Room
 from service.store.instances import Boot
 
@@ -41,6 +42,10 @@ class FleetLoad:
         wanted = (load for load in self.loads if load.model == model and at_least <= load.priority)
         return sum(load.ready_jobs for load in wanted if load.priority < Priority.INTERACTIVE)
 
+    def ready_jobs_of_class(self, model: str, priority: int) -> int:
+        of_class = (load for load in self.loads if (load.model, load.priority) == (model, priority))
+        return sum(load.ready_jobs for load in of_class)
+
     def count(self, queue: str, what: str, *, interactive: bool) -> int:
         of_queue = (load for load in self.loads if load.queue == queue)
         chosen = (load for load in of_queue if (load.priority >= Priority.INTERACTIVE) == interactive)
@@ -57,6 +62,26 @@ def instance_view(boot: Boot, held_key: bytes | None, load_seconds: float) -> pl
         rates=_rates(boot),
         held_key=held_key,
         load_seconds=load_seconds,
+    )
+
+
+def single_cohort(
+    boot: Boot, model: str, single: WaitingJob, priority: int, sequence: int, cached_tokens: int
+) -> NewCohort:
+    """A single job as a cohort of its own, with its estimated cost on that boot."""
+    rates = _rates(boot)
+    prefill_seconds = (single.prompt_tokens - cached_tokens) / rates.prefill_tokens_per_second
+    return NewCohort(
+        model=model,
+        queue=boot.queue,
+        sequence=sequence,
+        priority=priority,
+        alone=False,
+        body_bytes=single.body_bytes,
+        estimated_seconds=prefill_seconds + single.output_tokens / rates.decode_tokens_per_second,
+        job_ids=[single.job_id],
+        predicted_cached_tokens=[cached_tokens],
+        first_of_group=[cached_tokens == 0],
     )
 
 
@@ -108,7 +133,7 @@ def _rates(boot: Boot) -> planning.Rates:
     )
 
 
-def job_seconds(tail: dispatching.Tail) -> FloatArray:
+def job_seconds(tail: stealing.Tail) -> FloatArray:
     """float64[jobs]: estimated cost of each job of a tail, for choosing where to halve it."""
     prefill = np.array([item.prompt_tokens - item.predicted_cached_tokens for item in tail.jobs], dtype=np.float64)
     decode = np.array([item.output_tokens for item in tail.jobs], dtype=np.float64)
@@ -116,7 +141,7 @@ def job_seconds(tail: dispatching.Tail) -> FloatArray:
     return prefill / rates.prefill_tokens_per_second + decode / rates.decode_tokens_per_second
 
 
-def predict_first(boot: Boot, first: dispatching.TailJob, held: bytes) -> int:
+def predict_first(boot: Boot, first: stealing.TailJob, held: bytes) -> int:
     """Tokens that a cohort's first job should find on a boot whose last key is `held`."""
     shared = shared_tokens(first.prefix_key, held)
     return cacheable_tokens(shared, first.prompt_tokens, boot.block_size or _DEFAULT_BLOCK_TOKENS)

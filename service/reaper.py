@@ -48,6 +48,7 @@ class Reaper:
         self._clock = clock
         # Workers that could not renew while the database was away get one whole lease to do so before any is reaped.
         self._reap_from = clock() + settings.lease_seconds
+        self._last_step = clock()
         self._messages: list[Message] = []
         lease_check = min(1.0, settings.lease_seconds / 5)
         self._chores = [
@@ -63,6 +64,10 @@ class Reaper:
     def step(self) -> list[Message]:
         """Run what is due; the cohort hints that must be sent again."""
         now = self._clock()
+        if now - self._last_step > self._settings.lease_seconds / 2:
+            # This process or the database stood still, and so perhaps did the workers' renewals.
+            self._reap_from = now + self._settings.lease_seconds
+        self._last_step = now
         self._messages = []
         for chore in self._chores:
             if now >= chore.due_at:
@@ -83,12 +88,18 @@ class Reaper:
         gone = self._database.run(lambda conn: instances.reap_boots(conn, self._settings.stale_boot_seconds))
         if gone:
             log.warning("%d boots marked gone, no heartbeat: %s", len(gone), _some(gone))
+        stranded = self._database.run(instances.release_stranded)
+        if stranded:
+            log.warning("%d cohorts released, their boot is gone: %s", len(stranded), _some(stranded))
 
     def _lost_messages(self) -> None:
         lost = self._database.run(lambda conn: dispatching.lost_messages(conn, self._settings.republish_seconds))
         if lost:
             log.warning("%d cohorts sent again, their message was lost", len(lost))
         self._messages.extend(lost)
+        unheard = self._database.run(lambda conn: dispatching.take_back_unheard(conn, self._settings.republish_seconds))
+        if unheard:
+            log.warning("%d cohorts taken back, their worker hears no message: %s", len(unheard), _some(unheard))
 
     def _batches(self) -> None:
         def work(conn: sa.Connection) -> list[int]:

@@ -161,12 +161,16 @@ def _render_open_ended(template: jinja2.Template, variables: dict[str, Any]) -> 
     messages = deepcopy(variables["messages"])
     final = messages[-1]["content"]
     if isinstance(final, list):
-        block = next(item for item in reversed(final) if "text" in item)
+        block = next((item for item in reversed(final) if "text" in item), None)
+        if block is None:
+            raise ValueError("the final message has no text to continue")
         text = block["text"]
         block["text"] = text + _CONTINUE_TAG
-    else:
+    elif isinstance(final, str):
         text = final
         messages[-1]["content"] = text + _CONTINUE_TAG
+    else:
+        raise ValueError("the final message has no text to continue")
     rendered = template.render(**{**variables, "messages": messages})
     if text.strip() not in rendered or _CONTINUE_TAG.strip() not in rendered:
         raise ValueError("the template drops the final message")

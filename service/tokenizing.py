@@ -24,6 +24,7 @@ from service.templating import TEMPLATE_FAILURES, ChatTemplate, load_chat_templa
 KeyKind = Literal["tokens", "bytes"]
 
 _DEFAULT_OUTPUT_TOKENS = 256
+_LONGEST_PREDICTION = 4  # times the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class KeyRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyed:
-    """`output_tokens` is the limit that the body sets, or the default; 0 for embeddings."""
+    """`output_tokens` is predicted: the limit that the body sets, up to 4 times the default, which it is where the
+    body sets none; 0 for embeddings."""
 
     prefix_key: bytes
     prompt_tokens: int
@@ -155,12 +157,13 @@ class Tokenizing:
         )
 
     def _output_tokens(self, request: KeyRequest) -> int:
+        """A prediction, not the limit that the engine gets: limits are often set far above what is ever written."""
         if request.endpoint == Endpoint.EMBEDDINGS:
             return 0
         for name in ("max_completion_tokens", "max_tokens"):
             limit = request.body.get(name)
             if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
-                return min(limit, 2**31 - 1)
+                return min(limit, _LONGEST_PREDICTION * self._default_output_tokens)
         return self._default_output_tokens
 
     def _files_of(self, name: str) -> _ModelFiles | None:

@@ -12,12 +12,12 @@ from celery.worker import state
 
 from service.broker import WORKER_THREADS, check_broker, instance_queue, make_app
 from service.connections import find_connections
-from service.errors import SettingError, TrunklineError
+from service.errors import DatabaseUnreachable, SettingError, TrunklineError
 from service.fleet import Instance, Models, load_instances, load_models
 from service.logs import set_up_logging
 from service.migrate import check_schema
 from service.settings import Settings, read_settings
-from service.store.session import Database
+from service.store.session import DATABASE_AWAY, Database, first_line
 from service.tokenizing import Tokenizing
 from workers.owner import InstanceOwner
 from workers.tasks import register
@@ -87,6 +87,8 @@ def _engine_step(app: Celery, owner: InstanceOwner, database: Database) -> type:
                 owner.start(lambda: state.should_stop is not None or state.should_terminate is not None)
             except TrunklineError as error:
                 _fail(error)
+            except DATABASE_AWAY as error:  # after check(): it went away meanwhile
+                _fail(DatabaseUnreachable(first_line(error)))
 
         def stop(self, parent: Any) -> None:
             owner.stop()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _CLASS_STEP = 2**40  # classes never overlap: a boot hands out fewer sequence numbers than this
 _AHEAD = 4  # jobs waiting at the engine beyond its running set; deeper prefetch costs 10 % of the hits
 _KEPT_FOR_INTERACTIVE = 2
-# How long a failed connection waits to learn whether the engine died: its keeper takes up to 3 s to say so.
+# How long a failed submission waits to learn whether the engine died: its keeper takes up to 3 s to say so.
 _DEATH_SECONDS = 10.0
 
 
@@ -74,11 +74,6 @@ class Waiting:
         """Class, then the planned order: a lower tuple goes first."""
         return (-self.claim.priority, self.claim.sequence, self.claim.cohort_id, self.position)
 
-    @property
-    def need_tokens(self) -> int:
-        """KV cache it adds to what its prefix neighbours hold already."""
-        return max(1, self.job.prompt_tokens - self.job.predicted_cached_tokens) + self.job.predicted_output_tokens
-
 
 class Admission:
     """Who may enter the engine now. Pure: no clock, no I/O.
@@ -88,9 +83,10 @@ class Admission:
     interactive ones. A job of an `alone` cohort (a suspect of two engine deaths) runs beside nothing.
     """
 
-    def __init__(self, *, max_num_seqs: int, kv_capacity_tokens: int | None) -> None:
+    def __init__(self, *, max_num_seqs: int, kv_capacity_tokens: int | None, max_model_len: int | None = None) -> None:
         self._limit = max_num_seqs + _AHEAD
         self._capacity = kv_capacity_tokens
+        self._max_model_len = max_model_len
         self._heap: list[tuple[tuple[int, int, int, int], int, Waiting]] = []
         self._ties = itertools.count()
         self._running: dict[Waiting, None] = {}  # oldest first
@@ -132,12 +128,19 @@ class Admission:
         kept = 0 if item.claim.priority == Priority.INTERACTIVE else _KEPT_FOR_INTERACTIVE
         if len(self._running) >= self._limit - kept:
             return False
-        return self._capacity is None or self._held_tokens() + item.need_tokens <= self._capacity
+        return self._capacity is None or self._held_tokens() + self._need_tokens(item.job) <= self._capacity
+
+    def _need_tokens(self, job: ClaimedJob) -> int:
+        """KV cache it adds to what its prefix neighbours hold already. No answer is longer than the model allows."""
+        output_tokens = job.predicted_output_tokens
+        if self._max_model_len is not None:
+            output_tokens = min(output_tokens, max(0, self._max_model_len - job.prompt_tokens))
+        return max(1, job.prompt_tokens - job.predicted_cached_tokens) + output_tokens
 
     def _held_tokens(self) -> int:
         """What is in flight, with the prefix that the oldest found in the cache: the others' came from their elders."""
         oldest = next(iter(self._running))
-        return oldest.job.predicted_cached_tokens + sum(item.need_tokens for item in self._running)
+        return oldest.job.predicted_cached_tokens + sum(self._need_tokens(item.job) for item in self._running)
 
 
 @dataclass(slots=True)
@@ -155,8 +158,12 @@ class Feeder:
     engine: Engine
     admission: Admission
     timeout_seconds: float
+    death_seconds: float = _DEATH_SECONDS
     _flights: dict[Waiting, _Flight] = field(default_factory=dict)
     _later: dict[Waiting, asyncio.TimerHandle] = field(default_factory=dict)
+    _suspects: set[Waiting] = field(default_factory=set)  # to be fed again after they failed as in a death
+    _doubts: int = 0  # submissions that failed so, while the engine is asked whether it lives
+    _question: asyncio.Task[bool] | None = None
     _sequence: itertools.count[int] = field(default_factory=itertools.count)
     _is_open: bool = True
     _is_paused: bool = False
@@ -178,11 +185,14 @@ class Feeder:
                 self._end(item, Unfed())
         self._pump()
 
-    def add_later(self, item: Waiting, delay_seconds: float) -> None:
-        """Feed a job again after a while (a retry)."""
+    def add_later(self, item: Waiting, delay_seconds: float, *, is_suspect: bool = False) -> None:
+        """Feed a job again after a while (a retry). `is_suspect`: it failed as jobs do whose engine is dying (5xx, or
+        no connection), so it crashed should the engine be dead before it is fed again."""
         if not self._is_open:
-            self._end(item, Unfed())
+            self._end(item, Crashed() if is_suspect and self._dead.is_set() else Unfed())
             return
+        if is_suspect:
+            self._suspects.add(item)
         self._later[item] = asyncio.get_running_loop().call_later(delay_seconds, self._due, item)
 
     def pause(self, is_paused: bool) -> None:
@@ -199,11 +209,11 @@ class Feeder:
                 self._cancel(flight, Aborted(outcome=outcomes[item.job.job_id]))
         self._pump()
 
-    def drop(self, cohort_id: int) -> None:
-        """Forget a cohort whose fence is lost: nobody waits for its jobs any more."""
-        self._take_off(lambda item: item.claim.cohort_id == cohort_id)
+    def drop(self, claim: Claim) -> None:
+        """Forget a cohort whose fence is lost: nobody waits for its jobs any more. A newer claim of it stays."""
+        self._take_off(lambda item: item.claim == claim)
         for item, flight in self._flights.items():
-            if item.claim.cohort_id == cohort_id:
+            if item.claim == claim:
                 flight.silent = True
                 self._cancel(flight, Unfed())
         self._pump()
@@ -217,21 +227,24 @@ class Feeder:
     def take_back(self) -> None:
         """Abort what is in flight, to run elsewhere: the grace of a drain is over."""
         self.close()
-        for flight in self._flights.values():
-            self._cancel(flight, Unfed())
+        self._cancel_all(Unfed())
 
     def die(self) -> None:
-        """The engine is dead: what was in flight crashed."""
+        """The engine is dead: what was in flight crashed, and what had just failed and was to be fed again."""
         self._dead.set()
+        self._is_open = False
+        for item in self._take_off(lambda item: item in self._suspects):
+            self._end(item, Crashed())
         self.close()
-        for flight in self._flights.values():
-            self._cancel(flight, Crashed())
+        self._cancel_all(Crashed())
 
     def _take_off(self, wanted: Callable[[Waiting], bool]) -> list[Waiting]:
         late = [item for item in self._later if wanted(item)]
         for item in late:
             self._later.pop(item).cancel()
-        return self.admission.remove(wanted) + late
+        taken = self.admission.remove(wanted) + late
+        self._suspects.difference_update(taken)
+        return taken
 
     def _due(self, item: Waiting) -> None:
         del self._later[item]
@@ -239,11 +252,22 @@ class Feeder:
 
     def _pump(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._is_open and not self._is_paused and (item := self.admission.take()) is not None:
+        while self._may_feed() and (item := self.admission.take()) is not None:
+            self._suspects.discard(item)
             task = loop.create_task(self._submit(item))
             self._flights[item] = _Flight(task=task, began=loop.time())
             # A callback, not a `finally` in the task: a task cancelled before its first step never enters its body.
             task.add_done_callback(functools.partial(self._landed, item))
+
+    def _may_feed(self) -> bool:
+        """Not while the engine may be dying: each job fed now would be taken for one of those that killed it."""
+        return self._is_open and not self._is_paused and not self._doubts
+
+    def _cancel_all(self, ending: Ending) -> None:
+        for flight in self._flights.values():
+            self._cancel(flight, ending)
+        if self._question is not None:
+            self._question.cancel()
 
     def _cancel(self, flight: _Flight, ending: Ending) -> None:
         if flight.ending is None:
@@ -266,15 +290,31 @@ class Feeder:
 
     async def _submit(self, item: Waiting) -> Ending:
         try:
-            return await self.engine.submit(self._request(item))
+            reply = await self.engine.submit(self._request(item))
         except EngineTimeout:
             return TimedOut()
         except EngineGone:
-            try:
-                await asyncio.wait_for(self._dead.wait(), _DEATH_SECONDS)
-            except TimeoutError:
-                return Disconnected()
-            return Crashed()
+            return await self._unless_dying(Disconnected())
+        return reply if reply.status_code < 500 else await self._unless_dying(reply)
+
+    async def _unless_dying(self, ending: Ending) -> Ending:
+        """`ending`, or Crashed: an engine whose core died answers 500 to all that it has, and only then exits."""
+        self._doubts += 1
+        try:
+            if await self._is_engine_alive():
+                return ending
+            await asyncio.wait_for(self._dead.wait(), self.death_seconds)
+        except TimeoutError:
+            return ending
+        finally:
+            self._doubts -= 1
+        return Crashed()
+
+    async def _is_engine_alive(self) -> bool:
+        """Asked once for all that doubt it at the same time."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self.engine.is_alive())
+        return await asyncio.shield(self._question)
 
     def _request(self, item: Waiting) -> EngineRequest:
         job = item.job

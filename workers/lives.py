@@ -9,6 +9,7 @@ import signal
 import socket
 
 import psutil
+import sqlalchemy as sa
 
 from service.broker import instance_queue
 from service.errors import InstanceHeld, TrunklineError
@@ -104,7 +105,11 @@ class Lives:
         return self._life(boot_id, engine, facts, agrees)
 
     def _life(self, boot_id: int, engine: Engine, facts: EngineFacts, agrees: bool | None) -> Life:
-        admission = Admission(max_num_seqs=facts.max_num_seqs, kv_capacity_tokens=facts.kv_capacity_tokens)
+        admission = Admission(
+            max_num_seqs=facts.max_num_seqs,
+            kv_capacity_tokens=facts.kv_capacity_tokens,
+            max_model_len=facts.max_model_len,
+        )
         feeder = Feeder(engine=engine, admission=admission, timeout_seconds=self._settings.job_timeout_seconds)
         return Life(
             boot_id=boot_id,
@@ -174,9 +179,17 @@ class Lives:
             adapters=list(self._model.adapters),
         )
         stale_seconds = self._settings.stale_boot_seconds
-        return self._database.run(
-            lambda conn: instances.start_boot(conn, boot, stale_after_seconds=stale_seconds, is_dead=is_process_dead)
-        )
+        try:
+            return self._database.run(
+                lambda conn: instances.start_boot(
+                    conn, boot, stale_after_seconds=stale_seconds, is_dead=is_process_dead
+                )
+            )
+        except sa.exc.IntegrityError as error:
+            diagnosis = getattr(error.orig, "diag", None)
+            if getattr(diagnosis, "constraint_name", None) != "uq_instance_boot_queue":
+                raise
+            raise InstanceHeld(f"{boot.name}: a worker that started at the same moment holds {boot.queue}.") from error
 
     def _say_gone(self, boot_id: int, reason: str) -> None:
         """Once: where the database is away, the successor or the reaper says it."""

@@ -7,7 +7,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -55,31 +56,42 @@ class CohortRun:
         self._crashed: list[int] = []
         self._unfed = 0
 
-    def lose(self) -> None:
-        """The fence is lost: drop everything of this cohort. Idempotent."""
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost.is_set()
+
+    def lose(self, reason: str = "lease lost") -> None:
+        """The fence is lost, or is left to expire: drop everything of this cohort. Idempotent."""
         if not self._is_lost.is_set():
             self._is_lost.set()
-            log.warning("lease lost: cohort=%d attempt=%d", self.claim.cohort_id, self.claim.attempt)
-            self._life.call(self._life.feeder.drop, self.claim.cohort_id)
+            log.warning("%s: cohort=%d attempt=%d", reason, self.claim.cohort_id, self.claim.attempt)
+            self._life.call(self._life.feeder.drop, self.claim)
             self._inbox.put(_Lost())
 
     def feed(self) -> None:
         """Load the jobs and hand them to the feeder, in planned order."""
-        try:
+        with self._dropped_on_failure():
             self._feed(self._patiently(lambda conn: cohorts.load_jobs(conn, self.claim)))
-        except FenceLost:
-            self.lose()
 
     def run(self) -> None:
         """Record every result, then end the cohort or give the rest back."""
         if self._is_lost.is_set():
             return
-        try:
+        with self._dropped_on_failure():
             while self._open:
                 self._settle(self._collect())
             self._end()
+
+    @contextmanager
+    def _dropped_on_failure(self) -> Iterator[None]:
+        """Whatever ends this run early, its jobs leave the feeder: nobody would read how they end."""
+        try:
+            yield
         except FenceLost:
             self.lose()
+        except BaseException as error:
+            self.lose(f"dropped after {type(error).__name__}, its lease will expire")
+            raise
 
     def _feed(self, jobs: list[ClaimedJob]) -> None:
         suspects = [job for job in jobs if job.crashes >= MAX_CRASHES]
@@ -146,11 +158,14 @@ class CohortRun:
             return False
         log.info("retry: job=%d try=%d after=%.1fs", job.job_id, self._tries[job.job_id], answer.after_seconds)
         if answer.after_seconds <= _LONGEST_WAIT_HERE_SECONDS:
-            self._life.call(self._life.feeder.add_later, self._open[job.job_id], answer.after_seconds)
+            waiting = self._open[job.job_id]
+            self._life.call(
+                self._life.feeder.add_later, waiting, answer.after_seconds, is_suspect=_may_be_death(failure)
+            )
             return True
         delay = answer.after_seconds
-        if not self._patiently(lambda conn: cohorts.return_job(conn, self.claim, job.job_id, delay)):
-            raise FenceLost(f"cohort={self.claim.cohort_id}")
+        # False: it went back by an earlier try, whose answer was lost.
+        self._patiently(lambda conn: cohorts.return_job(conn, self.claim, job.job_id, delay))
         del self._open[job.job_id]
         return True
 
@@ -200,3 +215,8 @@ def _failure(item: Ended) -> int | TransportError | None:
     if isinstance(item.ending, Disconnected):
         return TransportError.CONNECTION
     return None
+
+
+def _may_be_death(failure: int | TransportError) -> bool:
+    """What a job sees of the death of its engine, which may be known a moment later."""
+    return failure is TransportError.CONNECTION or (isinstance(failure, int) and failure >= 500)

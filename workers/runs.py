@@ -60,12 +60,16 @@ class Runs:
     @contextmanager
     def registered(self, run: CohortRun) -> Iterator[None]:
         with self._changed:
+            former = self._runs.get(run.claim.cohort_id)
             self._runs[run.claim.cohort_id] = run
         try:
+            if former is not None:  # claimed anew before the old run learned that its lease was lost
+                former.lose()
             yield
         finally:
             with self._changed:
-                del self._runs[run.claim.cohort_id]
+                if self._runs.get(run.claim.cohort_id) is run:  # else a newer claim runs here
+                    del self._runs[run.claim.cohort_id]
 
     def ids(self) -> frozenset[int]:
         with self._changed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from celery import Celery
 
-from service.broker import COHORT_TASK
+from service.broker import COHORT_TASK, MOST_DISPATCHES, MOST_ID
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,9 @@ def read_message(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[
     if kwargs or len(args) != 2:
         return None
     cohort_id, dispatch_no = args
-    if type(cohort_id) is not int or type(dispatch_no) is not int or cohort_id < 1 or dispatch_no < 1:
+    if type(cohort_id) is not int or type(dispatch_no) is not int:
+        return None
+    if not (1 <= cohort_id < MOST_ID and 1 <= dispatch_no < MOST_DISPATCHES):
         return None
     return cohort_id, dispatch_no
 

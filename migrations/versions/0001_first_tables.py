@@ -82,6 +82,7 @@ def _create_cohort() -> None:
         sa.Column("attempt", sa.Integer(), server_default="0", nullable=False),
         sa.Column("failures", sa.SmallInteger(), server_default="0", nullable=False),
         sa.Column("dispatch_no", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("resends", sa.SmallInteger(), server_default="0", nullable=False),
         sa.Column("instance_boot_id", sa.BigInteger()),
         sa.Column("last_error", sa.Text()),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
@@ -103,7 +104,7 @@ def _create_cohort() -> None:
         ["queue", "state", "priority", "sequence"],
         postgresql_where=sa.text("state in ('ready', 'dispatched', 'running')"),
     )
-    op.create_index("ix_cohort_queue_sequence", "cohort", ["queue", "sequence"])
+    op.create_index("ix_cohort_instance_boot_id_sequence", "cohort", ["instance_boot_id", "sequence"])
     op.create_index("ix_cohort_sequence", "cohort", ["sequence"])
 
 
@@ -381,7 +382,18 @@ def _create_job() -> None:
     op.create_index(
         "ix_job_retrying", "job", ["batch_id"], postgresql_where=sa.text("not_before is not null and cohort_id is null")
     )
-    op.create_index("ix_job_single", "job", ["id"], postgresql_where=sa.text("batch_id is null"))
+    op.create_index(
+        "ix_job_unplanned_batch",
+        "job",
+        ["batch_id", "model", "id"],
+        postgresql_where=sa.text("cohort_id is null and batch_id is not null"),
+    )
+    op.create_index(
+        "ix_job_unplanned_single",
+        "job",
+        ["model", "priority", "id"],
+        postgresql_where=sa.text("cohort_id is null and batch_id is null"),
+    )
     op.create_index(
         "ix_job_tenant_id_public_id",
         "job",

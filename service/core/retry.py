@@ -44,6 +44,9 @@ class GiveUp:
     reason: GiveUpReason
 
 
+LONGEST_RETRY_AFTER_SECONDS = 3600.0
+
+
 def decide(
     failure: int | TransportError,
     *,
@@ -57,7 +60,7 @@ def decide(
     """What to do after try number `attempt` (from 1) ended in `failure`, a status code or the lack of one.
 
     `elapsed_seconds` and `deadline_seconds` count from the same moment; None is no deadline. `jitter` in 0..1 is the
-    caller's random number. `retry_after_seconds` is what the engine asked for: waited for in full.
+    caller's random number. `retry_after_seconds` is what the engine asked for: waited for in full, up to an hour.
     """
     if not is_transient(failure):
         return GiveUp(reason=GiveUpReason.PERMANENT)
@@ -65,7 +68,7 @@ def decide(
         return GiveUp(reason=GiveUpReason.ATTEMPTS)
     doubled = limits.base_seconds * 2.0 ** min(attempt - 1, 60)
     backoff_seconds = min(doubled, limits.longest_seconds) * (1 - jitter / 2)
-    after_seconds = max(backoff_seconds, retry_after_seconds or 0.0)
+    after_seconds = max(backoff_seconds, min(retry_after_seconds or 0.0, LONGEST_RETRY_AFTER_SECONDS))
     if deadline_seconds is not None and elapsed_seconds + after_seconds >= deadline_seconds:
         return GiveUp(reason=GiveUpReason.DEADLINE)
     return Retry(after_seconds=after_seconds)

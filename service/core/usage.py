@@ -56,13 +56,16 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+_MOST_TOKENS = 2**31 - 1  # what a result row holds; no engine counts more in one answer
+
+
 def _first_count(holder: Mapping[str, Any], *names: str) -> int | None:
-    """The first of the fields that is a count; booleans, texts, fractions and negative numbers are none."""
+    """The first of the fields that is a count; booleans, texts, fractions, negative and absurd numbers are none."""
     for name in names:
         value = holder.get(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS:
             return value
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import func
 from sqlalchemy.dialects import postgresql as pg
+from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from service.core.model import BatchStatus, CohortState, Priority
 from service.store.tables import batch, cohort, cohort_event, job, job_result
@@ -64,23 +65,21 @@ def models_waiting(conn: sa.Connection) -> list[str]:
 def waiting_bulk(conn: sa.Connection, model: str, limit: int) -> tuple[int, list[WaitingJob]]:
     """The highest priority class with a backlog to plan, and up to `limit` of its oldest unplanned jobs.
 
-    A batch that intake still works on is left for later until it alone fills the window: planning its first lines
-    without the rest would part what belongs together.
+    A batch that intake still works on is left for later until it has taken in a window's worth: planning its first
+    lines without the rest would part what belongs together.
     """
-    per_class = conn.execute(
-        sa.select(
-            batch.c.priority,
-            func.array_agg(batch.c.id).label("ids"),
-            func.coalesce(func.array_agg(batch.c.id).filter(batch.c.intake_done), []).label("whole"),
-        )
-        .where(batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused)
+    is_whole = sa.or_(batch.c.intake_done, batch.c.intake_line >= limit)
+    rows = conn.execute(
+        sa.select(batch.c.priority, func.array_agg(aggregate_order_by(batch.c.id, batch.c.id)).label("ids"))
+        .where(batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused, is_whole)
         .group_by(batch.c.priority)
         .order_by(batch.c.priority.desc())
     ).all()
-    for row in per_class:
-        jobs = _waiting(conn, model, limit, job.c.batch_id.in_(row.ids))
-        if len(jobs) < limit and len(row.whole) < len(row.ids):
-            jobs = _waiting(conn, model, limit, job.c.batch_id.in_(row.whole))
+    for row in rows:
+        jobs: list[WaitingJob] = []
+        for batch_id in row.ids:  # ids sort by time; one index range each, and no walk over what is planned
+            if len(jobs) < limit:
+                jobs += _waiting(conn, model, limit - len(jobs), job.c.batch_id == batch_id)
         if jobs:
             return int(row.priority), jobs
     return int(Priority.NORMAL), []
@@ -144,25 +143,34 @@ def last_keys(conn: sa.Connection, boots: Sequence[tuple[int, str]]) -> dict[str
     next run goes on."""
     keys = {}
     for boot_id, queue in boots:
-        open_or_own = sa.or_(cohort.c.state == CohortState.READY, cohort.c.instance_boot_id == boot_id)
-        last = (
-            sa.select(cohort.c.id)
-            .where(cohort.c.queue == queue, open_or_own, cohort.c.priority < Priority.INTERACTIVE)
-            .order_by(cohort.c.sequence.desc())
-            .limit(1)
-            .scalar_subquery()
+        probes = (
+            sa.and_(cohort.c.queue == queue, cohort.c.state == CohortState.READY),
+            cohort.c.instance_boot_id == boot_id,
         )
+        found = [row for which in probes for row in conn.execute(_last_cohort(which))]
+        if not found:
+            continue
+        last = max(found, key=lambda row: (row.sequence, row.id))
         key = conn.execute(
-            sa.select(job.c.prefix_key).where(job.c.cohort_id == last).order_by(job.c.cohort_position.desc()).limit(1)
+            sa.select(job.c.prefix_key)
+            .where(job.c.cohort_id == last.id)
+            .order_by(job.c.cohort_position.desc())
+            .limit(1)
         ).scalar_one_or_none()
         if key is not None:
             keys[queue] = key
     return keys
 
 
-def unplan_ready(conn: sa.Connection, model: str) -> int:
-    """Dissolve cohorts that were planned and never dispatched, so that the backlog is planned anew over another set
-    of instances. Returns how many jobs went back."""
+def _last_cohort(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    bulk = cohort.c.priority < Priority.INTERACTIVE
+    return sa.select(cohort.c.id, cohort.c.sequence).where(which, bulk).order_by(cohort.c.sequence.desc()).limit(1)
+
+
+def unplan_ready(conn: sa.Connection, model: str, priority: int | None = None) -> int:
+    """Dissolve cohorts of a class (None: of all bulk classes) that were planned and never tried, so that their jobs
+    are planned anew, with later ones or over another set of instances. Returns how many jobs went back."""
+    of_class = cohort.c.priority < Priority.INTERACTIVE if priority is None else cohort.c.priority == priority
     ids = (
         conn.execute(
             sa.select(cohort.c.id)
@@ -171,7 +179,7 @@ def unplan_ready(conn: sa.Connection, model: str) -> int:
                 cohort.c.state == CohortState.READY,
                 cohort.c.attempt == 0,
                 ~cohort.c.alone,
-                cohort.c.priority < Priority.INTERACTIVE,
+                of_class,
             )
             .order_by(cohort.c.id)
             .with_for_update(skip_locked=True)

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import func
 
 from service.core.model import BatchStatus, CohortState, Outcome
+from service.errors import FenceLost
 from service.store.clock import later
 from service.store.tables import batch, cohort, cohort_event, instance_boot, job, job_result, tenant
 
@@ -99,6 +100,8 @@ def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
     return [ClaimedJob(**row._mapping) for row in rows]
 
 
+_MAX_INT = 2**31 - 1  # ms: 24.8 days, and a job may wait longer
+_QUEUED_MS = func.extract("epoch", func.now() - job.c.created_at) * 1000
 _CLAIMED = [
     job.c.id.label("job_id"),
     job.c.batch_id,
@@ -112,9 +115,7 @@ _CLAIMED = [
     func.coalesce(job.c.first_of_group, sa.false()).label("first_of_group"),
     job.c.tries,
     job.c.crashes,
-    sa.cast(func.greatest(0, func.extract("epoch", func.now() - job.c.created_at) * 1000), sa.Integer).label(
-        "queued_ms"
-    ),
+    sa.cast(func.least(_MAX_INT, func.greatest(0, _QUEUED_MS)), sa.Integer).label("queued_ms"),
 ]
 
 
@@ -208,10 +209,11 @@ def release(conn: sa.Connection, claim: Claim, *, reason: str, failure: bool, cr
 
 
 def return_job(conn: sa.Connection, claim: Claim, job_id: int, delay_seconds: float) -> bool:
-    """in cohort -> unplanned: a line to try again later. False: the fence is lost, or the job is not bound here."""
+    """in cohort -> unplanned: a line to try again later. False: it is not bound here any more (an earlier call whose
+    answer was lost did it). Raises FenceLost."""
     fence = sa.select(cohort.c.id).where(*_fence(claim)).with_for_update(read=True)
     if conn.execute(fence).one_or_none() is None:
-        return False
+        raise FenceLost(f"cohort={claim.cohort_id} attempt={claim.attempt}")
     done = conn.execute(
         sa.update(job)
         .where(job.c.id == job_id, job.c.cohort_id == claim.cohort_id)
@@ -220,7 +222,7 @@ def return_job(conn: sa.Connection, claim: Claim, job_id: int, delay_seconds: fl
     return done.rowcount == 1
 
 
-_CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+_CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED, BatchStatus.FAILED)
 
 
 def _fence(claim: Claim) -> tuple[sa.ColumnElement[bool], ...]:

@@ -175,9 +175,12 @@ def due_finalizing(conn: sa.Connection) -> list[int]:
         control_task.c.subject == batch.c.id,
         control_task.c.state.in_(_OPEN),
     )
+    # A worker records `expired` at the deadline, before this process has noticed it: then the batch expires.
+    is_late = sa.exists().where(batch_progress.c.batch_id == batch.c.id, batch_progress.c.expired > 0)
+    is_whole = sa.and_(batch.c.intake_done, ended >= batch.c.total)
     moved = (
         sa.update(batch)
-        .where(batch.c.status == BatchStatus.IN_PROGRESS, batch.c.intake_done, ended >= batch.c.total, ~expiring)
+        .where(batch.c.status == BatchStatus.IN_PROGRESS, is_whole, ~expiring, ~is_late)
         .values(status=BatchStatus.FINALIZING, finalizing_at=sa.func.now())
         .returning(batch.c.id)
         .cte("moved")
@@ -200,6 +203,8 @@ def compact_progress(conn: sa.Connection, above_rows: int = _COMPACT_ABOVE_ROWS)
     """
     crowded = (
         sa.select(batch_progress.c.batch_id)
+        .join(batch, batch.c.id == batch_progress.c.batch_id)
+        .where(batch.c.status.in_(_WITH_PROGRESS))
         .group_by(batch_progress.c.batch_id)
         .having(sa.func.count() > above_rows)
         .scalar_subquery()
@@ -216,6 +221,8 @@ def compact_progress(conn: sa.Connection, above_rows: int = _COMPACT_ABOVE_ROWS)
     insertion = insert(batch_progress).from_select(["batch_id", *totals], folded).returning(batch_progress.c.id)
     return len(conn.execute(insertion).all())
 
+
+_WITH_PROGRESS = (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING, BatchStatus.FINALIZING)
 
 _CLAIMED = (
     control_task.c.id,

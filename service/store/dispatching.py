@@ -14,7 +14,8 @@ from service.store.tables import cohort, cohort_event, instance_boot, job, job_r
 
 _ACTIVE = (CohortState.DISPATCHED, CohortState.RUNNING)
 _other = cohort.alias("other")
-_NOT_COPIED = {"id", "n_jobs", "estimated_seconds", "body_bytes"}  # when a cohort is split
+_NO_SUSPECT = 2**63 - 1
+_MAX_RESENDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,17 @@ class Room:
     least_cohorts: int
     most_cohorts: int
 
+    def take(self, cohorts: Sequence[tuple[int, int]]) -> list[int]:
+        """The ids of the first of (id, jobs) that there is room for."""
+        taken: list[int] = []
+        jobs = 0
+        for cohort_id, n_jobs in cohorts[: self.most_cohorts]:
+            if jobs >= self.jobs and len(taken) >= self.least_cohorts:
+                break
+            taken.append(cohort_id)
+            jobs += n_jobs
+        return taken
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
@@ -42,26 +54,6 @@ class Edge:
     cohort_id: int
     prefix_key: bytes
     prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class TailJob:
-    """A job of a cohort that may be stolen or split: what choosing the place needs."""
-
-    job_id: int
-    prefix_key: bytes
-    prompt_tokens: int
-    predicted_cached_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
-    """The last ready cohort of a queue; its jobs in planned order."""
-
-    cohort_id: int
-    estimated_seconds: float
-    jobs: list[TailJob]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +118,16 @@ def dispatch(
 ) -> list[Message]:
     """ready -> dispatched for as many cohorts of a queue as there is room for, the most urgent first, in planned
     order. The caller commits, then publishes. Empty when the boot is no longer ready."""
-    boot = conn.execute(
-        sa.select(instance_boot.c.id)
-        .where(instance_boot.c.id == boot_id, instance_boot.c.state == BootState.READY)
-        .with_for_update(read=True)
-    ).one_or_none()
-    if boot is None or room.most_cohorts <= 0:
+    if room.most_cohorts <= 0 or not _lock_ready_boot(conn, boot_id):
         return []
     bulk = cohort.c.priority < Priority.INTERACTIVE
     alone_is_out = sa.exists().where(_other.c.instance_boot_id == boot_id, _other.c.state.in_(_ACTIVE), _other.c.alone)
+    # Nobody overtakes a suspect: what comes behind it waits until the instance has run empty and it has had its turn.
+    suspect = (
+        sa.select(func.min(_other.c.sequence))
+        .where(_other.c.queue == queue, _other.c.model == model, _other.c.state == CohortState.READY, _other.c.alone)
+        .scalar_subquery()
+    )
     rows = conn.execute(
         sa.select(cohort.c.id, cohort.c.n_jobs)
         .where(
@@ -145,23 +138,19 @@ def dispatch(
             cohort.c.failures < 2,  # a suspect is taken apart first
             ~bulk if interactive else bulk,
             ~alone_is_out,
+            cohort.c.sequence < func.coalesce(suspect, _NO_SUSPECT),
         )
         .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
         .limit(room.most_cohorts)
         .with_for_update(skip_locked=True)
     ).all()
-    chosen: list[int] = []
-    jobs = 0
-    for row in rows:
-        if jobs >= room.jobs and len(chosen) >= room.least_cohorts:
-            break
-        chosen.append(row.id)
-        jobs += row.n_jobs
-    return _move(conn, chosen, boot_id, queue)
+    return _move(conn, room.take([(row.id, row.n_jobs) for row in rows]), boot_id, queue)
 
 
 def dispatch_suspects(conn: sa.Connection, *, boot_id: int, queue: str, model: str) -> list[Message]:
     """ready -> dispatched for one cohort that runs alone, and only while nothing else is out for this boot."""
+    if not _lock_ready_boot(conn, boot_id):
+        return []
     busy = sa.exists().where(_other.c.instance_boot_id == boot_id, _other.c.state.in_(_ACTIVE))
     chosen = conn.execute(
         sa.select(cohort.c.id)
@@ -177,94 +166,6 @@ def dispatch_suspects(conn: sa.Connection, *, boot_id: int, queue: str, model: s
         .with_for_update(skip_locked=True)
     ).scalars()
     return _move(conn, list(chosen), boot_id, queue)
-
-
-def tail_of(conn: sa.Connection, queue: str, model: str) -> Tail | None:
-    """The last ready bulk cohort of a queue, locked: what an idle instance may take."""
-    row = conn.execute(
-        sa.select(cohort.c.id, cohort.c.estimated_seconds)
-        .where(
-            cohort.c.queue == queue,
-            cohort.c.model == model,
-            cohort.c.state == CohortState.READY,
-            cohort.c.priority < Priority.INTERACTIVE,
-            ~cohort.c.alone,
-        )
-        .order_by(cohort.c.priority, cohort.c.sequence.desc(), cohort.c.id.desc())
-        .limit(1)
-        .with_for_update(skip_locked=True)
-    ).one_or_none()
-    if row is None:
-        return None
-    jobs = conn.execute(
-        sa.select(job.c.id, job.c.prefix_key, job.c.prompt_tokens, job.c.predicted_cached_tokens)
-        .add_columns(job.c.predicted_output_tokens)
-        .where(job.c.cohort_id == row.id)
-        .order_by(job.c.cohort_position, job.c.id)
-    ).all()
-    return Tail(cohort_id=row.id, estimated_seconds=row.estimated_seconds, jobs=[TailJob(*item) for item in jobs])
-
-
-def split_tail(conn: sa.Connection, tail: Tail, at: int) -> int:
-    """The jobs from index `at` on become a ready cohort of their own behind it. Returns its id."""
-    moved = [item.job_id for item in tail.jobs[at:]]
-    share = len(moved) / len(tail.jobs)
-    columns = [column for column in cohort.c if column.name not in _NOT_COPIED]
-    new_id = conn.execute(
-        sa.insert(cohort)
-        .from_select(
-            [*(column.name for column in columns), "n_jobs", "estimated_seconds", "body_bytes"],
-            sa.select(
-                *columns,
-                sa.literal(len(moved)),
-                cohort.c.estimated_seconds * share,
-                sa.cast(cohort.c.body_bytes * share, sa.BigInteger),
-            ).where(cohort.c.id == tail.cohort_id),
-        )
-        .returning(cohort.c.id)
-    ).scalar_one()
-    conn.execute(sa.update(job).where(job.c.id.in_(moved)).values(cohort_id=new_id))
-    conn.execute(
-        sa.update(cohort)
-        .where(cohort.c.id == tail.cohort_id)
-        .values(
-            n_jobs=at,
-            estimated_seconds=cohort.c.estimated_seconds * (1 - share),
-            body_bytes=sa.cast(cohort.c.body_bytes * (1 - share), sa.BigInteger),
-        )
-    )
-    _events(conn, [(int(new_id), 0)], "split", None)
-    return int(new_id)
-
-
-def rebind(conn: sa.Connection, cohort_id: int, queue: str, first_predicted: int | None) -> None:
-    """Move a ready cohort to another queue (a steal, or its instance is gone). Its first job meets another cache:
-    `first_predicted` is what it may find there, None where that is unknown."""
-    conn.execute(
-        sa.update(cohort)
-        .where(cohort.c.id == cohort_id, cohort.c.state == CohortState.READY)
-        .values(queue=queue, moved=True, dispatch_no=cohort.c.dispatch_no + 1)
-    )
-    if first_predicted is not None:
-        first = (
-            sa.select(job.c.id)
-            .where(job.c.cohort_id == cohort_id)
-            .order_by(job.c.cohort_position, job.c.id)
-            .limit(1)
-            .scalar_subquery()
-        )
-        conn.execute(sa.update(job).where(job.c.id == first).values(predicted_cached_tokens=first_predicted))
-    _events(conn, [(cohort_id, 0)], "stolen", None)
-
-
-def ready_cohorts_of(conn: sa.Connection, queue: str, model: str) -> list[int]:
-    """Ready cohorts of a queue, in order: what must move when its instance is gone."""
-    rows = conn.execute(
-        sa.select(cohort.c.id)
-        .where(cohort.c.queue == queue, cohort.c.model == model, cohort.c.state == CohortState.READY)
-        .order_by(cohort.c.priority.desc(), cohort.c.sequence, cohort.c.id)
-    )
-    return [int(row.id) for row in rows]
 
 
 def expire_leases(conn: sa.Connection) -> list[int]:
@@ -288,7 +189,7 @@ def expire_leases(conn: sa.Connection) -> list[int]:
     ).all()
     expired = [int(row.id) for row in rows]
     blame_alone(conn, expired)
-    _events(conn, [(row.id, row.attempt) for row in rows], "expired", None)
+    add_events(conn, [(row.id, row.attempt) for row in rows], "expired", None)
     return expired
 
 
@@ -310,11 +211,37 @@ def lost_messages(conn: sa.Connection, older_than_seconds: float) -> list[Messag
     """
     rows = conn.execute(
         sa.update(cohort)
-        .where(cohort.c.state == CohortState.DISPATCHED, cohort.c.dispatched_at < ago(older_than_seconds))
-        .values(dispatched_at=func.now())
+        .where(cohort.c.id.in_(_unclaimed(older_than_seconds, cohort.c.resends < _MAX_RESENDS)))
+        .values(dispatched_at=func.now(), resends=cohort.c.resends + 1)
         .returning(cohort.c.queue, cohort.c.id, cohort.c.dispatch_no)
     )
     return [Message(queue=row.queue, cohort_id=row.id, dispatch_no=row.dispatch_no) for row in rows]
+
+
+def take_back_unheard(conn: sa.Connection, older_than_seconds: float) -> list[int]:
+    """dispatched -> ready where message after message was sent in vain: the worker lives and does not hear the broker.
+    Others may steal it then."""
+    rows = conn.execute(
+        sa.update(cohort)
+        .where(cohort.c.id.in_(_unclaimed(older_than_seconds, cohort.c.resends >= _MAX_RESENDS)))
+        .values(
+            state=CohortState.READY,
+            moved=True,
+            dispatch_no=cohort.c.dispatch_no + 1,
+            instance_boot_id=None,
+            last_error="its worker took no message",
+        )
+        .returning(cohort.c.id, cohort.c.attempt)
+    ).all()
+    add_events(conn, [(row.id, row.attempt) for row in rows], "released", None)
+    return [int(row.id) for row in rows]
+
+
+def _unclaimed(older_than_seconds: float, which: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]:
+    """Locked in id order, and without waiting for a worker that froze while it claimed one."""
+    dispatched = sa.and_(cohort.c.state == CohortState.DISPATCHED, cohort.c.dispatched_at < ago(older_than_seconds))
+    ids = sa.select(cohort.c.id).where(dispatched, which).order_by(cohort.c.id)
+    return ids.with_for_update(skip_locked=True).scalar_subquery()
 
 
 def edges_of(conn: sa.Connection, cohort_ids: Sequence[int]) -> list[Edge]:
@@ -331,6 +258,13 @@ def edges_of(conn: sa.Connection, cohort_ids: Sequence[int]) -> list[Edge]:
     return [Edge(cohort_id=r.cohort_id, prefix_key=r.prefix_key, prompt_tokens=r.prompt_tokens) for r in rows]
 
 
+def _lock_ready_boot(conn: sa.Connection, boot_id: int) -> bool:
+    """True, and it stays ready until this transaction ends. False: it drains or is gone."""
+    is_ready = sa.and_(instance_boot.c.id == boot_id, instance_boot.c.state == BootState.READY)
+    found = conn.execute(sa.select(instance_boot.c.id).where(is_ready).with_for_update(read=True))
+    return found.one_or_none() is not None
+
+
 def _move(conn: sa.Connection, ids: list[int], boot_id: int, queue: str) -> list[Message]:
     if not ids:
         return []
@@ -342,15 +276,16 @@ def _move(conn: sa.Connection, ids: list[int], boot_id: int, queue: str) -> list
             instance_boot_id=boot_id,
             dispatch_no=cohort.c.dispatch_no + 1,
             dispatched_at=func.now(),
+            resends=0,
         )
         .returning(cohort.c.id, cohort.c.dispatch_no, cohort.c.attempt)
     ).all()
     numbers = {int(row.id): int(row.dispatch_no) for row in rows}
-    _events(conn, [(row.id, row.attempt) for row in rows], "dispatched", boot_id)
+    add_events(conn, [(row.id, row.attempt) for row in rows], "dispatched", boot_id)
     return [Message(queue=queue, cohort_id=i, dispatch_no=numbers[i]) for i in ids if i in numbers]
 
 
-def _events(conn: sa.Connection, cohorts: Sequence[tuple[int, int]], kind: str, boot_id: int | None) -> None:
+def add_events(conn: sa.Connection, cohorts: Sequence[tuple[int, int]], kind: str, boot_id: int | None) -> None:
     if cohorts:
         conn.execute(
             sa.insert(cohort_event),

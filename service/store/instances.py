@@ -203,6 +203,22 @@ def reap_boots(conn: sa.Connection, stale_after_seconds: float) -> list[int]:
     return gone
 
 
+def release_stranded(conn: sa.Connection) -> list[int]:
+    """Boots that are gone and still have cohorts out, which no guarded move leaves behind; what they held goes back."""
+    out = cohort.c.state.in_((CohortState.DISPATCHED, CohortState.RUNNING))
+    stranded = (
+        conn.execute(
+            sa.select(cohort.c.instance_boot_id)
+            .join(instance_boot, instance_boot.c.id == cohort.c.instance_boot_id)
+            .where(out, instance_boot.c.state == BootState.GONE)
+            .distinct()
+        )
+        .scalars()
+        .all()
+    )
+    return [cohort_id for boot_id in stranded for cohort_id in release_cohorts_of(conn, boot_id, "its boot is gone")]
+
+
 def ready_boots(conn: sa.Connection, stale_after_seconds: float) -> list[Boot]:
     """Boots that take work now, by name."""
     fresh = instance_boot.c.heartbeat_at > ago(stale_after_seconds)

@@ -15,10 +15,7 @@ from service.store.session import Database
 @contextmanager
 def listening(database: Database, channel: str) -> Iterator[psycopg.Connection]:
     """A connection that hears `channel`. Raises psycopg.OperationalError, also later, when Postgres goes away."""
-    url = database.url.set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(
-        url, autocommit=True, connect_timeout=5, application_name=f"trunkline-listen-{channel}"
-    ) as conn:
+    with database.connect_raw(f"listen {channel}") as conn:
         conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
         yield conn
 

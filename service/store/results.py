@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import func
@@ -15,6 +16,8 @@ from service.core.usage import Usage
 from service.errors import FenceLost
 from service.store.cohorts import Claim
 from service.store.tables import batch_progress, cohort, job, job_result
+
+NO_COHORT = 0  # a job's cohort_id once it ended without having been planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,9 @@ def record(conn: sa.Connection, claim: Claim, finished: Sequence[FinishedJob]) -
             )
         )
     }
-    rows = [_row(claim, item, bound[item.job_id].batch_id) for item in finished if item.job_id in bound]
+    # In id order, as `end_jobs` inserts them: two writers of the same rows wait for each other instead of deadlocking.
+    ordered = sorted((item for item in finished if item.job_id in bound), key=lambda item: item.job_id)
+    rows = [_row(claim, item, bound[item.job_id].batch_id) for item in ordered]
     if not rows:
         return 0
     insert_rows = _INSERT_RESULT.values(started_at=_STARTED_AT).returning(job_result.c.job_id)
@@ -98,27 +103,26 @@ def end_single(conn: sa.Connection, job_id: int, outcome: Outcome, error_code: L
 
 def end_due_singles(conn: sa.Connection, limit: int = 1_000) -> int:
     """End single jobs that are cancelled or past their deadline and do not run. Returns how many."""
-    busy = sa.exists().where(
-        cohort.c.id == job.c.cohort_id, cohort.c.state.in_((CohortState.DISPATCHED, CohortState.RUNNING))
-    )
-    rows = conn.execute(
-        sa.select(job.c.id, job.c.cancel_requested_at)
-        .where(
-            job.c.batch_id.is_(None),
-            sa.or_(job.c.cancel_requested_at.is_not(None), job.c.deadline_at <= func.now()),
-            ~sa.exists().where(job_result.c.job_id == job.c.id),
-            ~busy,
+    ready = sa.select(cohort.c.id).where(cohort.c.state == CohortState.READY, cohort.c.n_jobs == 1)
+    rows = [
+        row
+        for which in (job.c.cohort_id.is_(None), job.c.cohort_id.in_(ready))
+        for row in conn.execute(
+            _ending(which).order_by(job.c.id).limit(limit).with_for_update(of=job, skip_locked=True)
         )
-        .order_by(job.c.id)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).all()
+    ]
     for row in rows:
         if row.cancel_requested_at is not None:
             end_single(conn, row.id, Outcome.CANCELLED, LineErrorCode.BATCH_CANCELLED)
         else:
             end_single(conn, row.id, Outcome.EXPIRED, LineErrorCode.BATCH_EXPIRED)
     return len(rows)
+
+
+def _ending(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    is_due = sa.or_(job.c.cancel_requested_at.is_not(None), job.c.deadline_at <= func.now())
+    no_result = ~sa.exists().where(job_result.c.job_id == job.c.id)
+    return sa.select(job.c.id, job.c.cancel_requested_at).where(job.c.batch_id.is_(None), is_due, no_result, which)
 
 
 def add_progress(conn: sa.Connection, rows: Sequence[dict[str, object]]) -> None:
@@ -201,6 +205,8 @@ def _end(
         for job_id in ids
     ]
     new = set(conn.execute(_INSERT_RESULT.returning(job_result.c.job_id), rows).scalars())
+    # They leave the index of the backlog, which every pass of the dispatcher walks.
+    conn.execute(sa.update(job).where(job.c.id.in_(ids), job.c.cohort_id.is_(None)).values(cohort_id=NO_COHORT))
     add_progress(conn, [row for row in rows if row["job_id"] in new])
     return len(new)
 

@@ -7,8 +7,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import psycopg
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -24,6 +25,15 @@ _MAX_TRIES = 5
 
 # Postgres is down, restarting or cut off: nothing is wrong with the statement, and it may be tried again later.
 DATABASE_AWAY = (OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError)
+
+# A peer that is cut off without a word is noticed within half a minute, not after TCP's two hours.
+SOCKET_OPTIONS: dict[str, Any] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,  # ms
+}
 
 
 class Database:
@@ -45,9 +55,10 @@ class Database:
             pool_recycle=1800,
             connect_args={
                 "prepare_threshold": None,
-                "connect_timeout": 5,
+                **SOCKET_OPTIONS,
                 "application_name": application_name,
-                "options": "-c timezone=UTC",
+                # A client that froze in mid-transaction must not hold its row locks against everybody else.
+                "options": "-c timezone=UTC -c idle_in_transaction_session_timeout=15000",
             },
         )
 
@@ -77,6 +88,11 @@ class Database:
                 log.info("transaction retried: sqlstate=%s attempt=%d", state, attempt)
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
         raise AssertionError("unreachable")
+
+    def connect_raw(self, purpose: str) -> psycopg.Connection:
+        """A connection of its own, outside the pool and in autocommit, for locks of a session and for LISTEN."""
+        url = self.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        return psycopg.connect(url, autocommit=True, application_name=f"trunkline {purpose}", **SOCKET_OPTIONS)
 
     def check(self) -> None:
         """Raise DatabaseUnreachable, naming what Postgres said, unless a connection can be made."""

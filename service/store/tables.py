@@ -168,7 +168,20 @@ job = Table(
     Index("ix_job_retrying", "batch_id", postgresql_where=text("not_before is not null and cohort_id is null")),
     UniqueConstraint("batch_id", "line_no"),
     Index("ix_job_unplanned", "model", "id", postgresql_where=text("cohort_id is null")),
-    Index("ix_job_single", "id", postgresql_where=text("batch_id is null")),
+    Index(
+        "ix_job_unplanned_batch",
+        "batch_id",
+        "model",
+        "id",
+        postgresql_where=text("cohort_id is null and batch_id is not null"),
+    ),
+    Index(
+        "ix_job_unplanned_single",
+        "model",
+        "priority",
+        "id",
+        postgresql_where=text("cohort_id is null and batch_id is null"),
+    ),
     Index("ix_job_cohort_id", "cohort_id", postgresql_where=text("cohort_id is not null")),
 )
 
@@ -189,6 +202,7 @@ cohort = Table(
     Column("attempt", Integer, nullable=False, server_default="0"),  # the fencing number, only grows
     Column("failures", SmallInteger, nullable=False, server_default="0"),
     Column("dispatch_no", Integer, nullable=False, server_default="0"),
+    Column("resends", SmallInteger, nullable=False, server_default="0"),  # of the present dispatch's message
     Column("instance_boot_id", BigInteger),
     Column("last_error", Text),
     _at("created_at", default_now=True),
@@ -204,7 +218,7 @@ cohort = Table(
         "sequence",
         postgresql_where=text("state in ('ready', 'dispatched', 'running')"),
     ),
-    Index("ix_cohort_queue_sequence", "queue", "sequence"),
+    Index("ix_cohort_instance_boot_id_sequence", "instance_boot_id", "sequence"),
     Index("ix_cohort_sequence", "sequence"),
     postgresql_with={
         "fillfactor": "70",

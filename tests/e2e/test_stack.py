@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 import redis
 import sqlalchemy as sa
@@ -117,6 +119,27 @@ def test_killed_dispatcher_control_and_an_emptied_broker_cost_no_line(
     batch = finish(stack, batch_id)
     assert batch.status == "completed"
     assert len(answers(sdk, batch.output_file_id)) == 160
+
+
+def test_a_killed_broker_ends_no_worker(settings: Settings, database: Database, tmp_path: Path) -> None:
+    settings = replace(settings, broker_url=None)  # a Valkey of this stack's own, which its servers process restarts
+    write_fleet(settings, speed=0.5, names=("one", "two"))
+    stack = Stack(settings)
+    try:
+        stack.start(instances=2)
+        write_requests(tmp_path / "in.jsonl", 160)
+        batch_id = submit(stack.sdk(), tmp_path / "in.jsonl").id
+        stack.wait(lambda: stack.completed(batch_id) > 20, 60)
+        workers = {name: pid for name, pid in stack.supervisor.pids().items() if name.startswith("worker")}
+        servers = psutil.Process(stack.supervisor.pids()["servers"])
+        (valkey,) = [child for child in servers.children(recursive=True) if "valkey" in child.name()]
+        valkey.kill()
+        batch = finish(stack, batch_id)
+        assert batch.status == "completed"
+        assert len(answers(stack.sdk(), batch.output_file_id)) == 160
+        assert {name: stack.supervisor.pids()[name] for name in workers} == workers
+    finally:
+        assert stack.stop() == []
 
 
 def test_a_cancel_keeps_what_was_answered_and_accounts_for_the_rest(

@@ -192,6 +192,19 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     assert "Traceback" not in worker.log
 
 
+def test_a_worker_whose_database_goes_away_while_it_starts_says_so(cluster: Cluster) -> None:
+    write_fleet(cluster.settings, speed=20)
+    with cluster.database.transaction() as conn:
+        name = conn.execute(sa.text("select current_database()")).scalar_one()
+        conn.execute(sa.text(f"alter database {name} set lock_timeout = '200ms'"))
+    with cluster.database.transaction() as conn:
+        conn.execute(sa.text("lock table instance_boot in access exclusive mode"))
+        worker = cluster.worker()
+        assert worker.popen.wait(60) == 1
+    assert "check DATABASE_URL" in worker.log.splitlines()[-1]
+    assert "Traceback" not in worker.log
+
+
 @pytest.mark.engine
 def test_a_worker_told_to_stop_while_its_engine_loads_leaves_nothing(cluster: Cluster) -> None:
     write_fleet(cluster.settings, speed=20)

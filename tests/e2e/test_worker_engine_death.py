@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import fake_server
+import httpx
 import pytest
 import sqlalchemy as sa
 from seeds import MODEL, add_batch, add_jobs, add_tenant
@@ -70,19 +71,26 @@ def attached(settings: Settings, database: Database, broker_url: str) -> Iterato
         yield Attached(settings, database, stack)
 
 
-def test_jobs_in_flight_at_a_death_return_and_are_answered_by_the_next_boot(attached: Attached) -> None:
+@pytest.mark.parametrize("is_sudden", [True, False])
+def test_jobs_in_flight_at_a_death_return_and_are_answered_by_the_next_boot(
+    attached: Attached, is_sudden: bool
+) -> None:
     server = attached.server(seconds=60)
     worker = attached.worker()
     wait_until(lambda: boot_states(attached.database) == ["ready"], 30, lambda: worker.log)
     jobs = attached.submit(JOBS)
     attached.dispatcher()
     wait_until(lambda: "running" in cohort_states(attached.database), 30, lambda: worker.log)
-    server.kill()
+    if is_sudden:
+        server.kill()
+    else:  # as vLLM does: 500 to all that it has, and an exit some seconds later
+        httpx.post(f"http://127.0.0.1:{attached.port}/die", json={}, trust_env=False)
     server.wait()
     wait_until(lambda: boot_states(attached.database)[0] == "gone", 60, lambda: worker.log)
     attached.server(seconds=0)
     wait_until(lambda: boot_states(attached.database)[-1] == "ready", 60, lambda: worker.log)
     wait_until(lambda: count_results(attached.database) == JOBS, 60, lambda: worker.log)
+    assert "retry: job=" not in worker.log  # those that were answered 500 are blamed, and no others in their place
     assert 1 <= sum(attached.crashes()) <= 6  # what was in flight: at most max_num_seqs + 4
     with attached.database.transaction() as conn:
         rows = conn.execute(sa.select(job_result.c.job_id, job_result.c.outcome)).all()

@@ -2,12 +2,14 @@
 
 MODE is what it does with our fields: `honours` both, `refuses` both with 400, or `ignores` both, as servers do that
 know neither. It "caches" whole bodies. SECONDS is how long a request takes,
-except that a worker's probes are answered at once.
+except that a worker's probes are answered at once. Its process ends as vLLM does whose engine core died, on POST /die:
+500 to all that it has and to all that comes, 503 to GET /health, and an exit some seconds later.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any
 
 MODEL = "tiny"
 PROMPT_TOKENS = 200
+LINGER_SECONDS = 3.0
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -31,6 +34,14 @@ class FakeServer(ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []
         self.seen: set[str] = set()
         self.pause = threading.Event()
+        self.is_dying = False
+        self.tokenize: bytes | None = None  # the answer to /tokenize, which most servers do not know
+
+    def die(self) -> None:
+        """Answer 500 to everything from now on."""
+        self.is_dying = True
+        self.status = 500
+        self.pause.set()
 
     @property
     def url(self) -> str:
@@ -42,15 +53,22 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.server.is_dying:
+            self._send(503, {})
+        elif self.path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": MODEL, "max_model_len": 2048}]})
         else:
             self._send(404, {"error": {"message": "not found"}})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/die":
+            self.server.die()
+            threading.Timer(LINGER_SECONDS, os._exit, (1,)).start()
+            self._send(200, {})
+            return
         if self.path == "/tokenize":
-            self._send(404, {})
+            self._send_bytes(404 if self.server.tokenize is None else 200, self.server.tokenize or b"{}")
             return
         self.server.requests.append(dict(body))
         ours = {name: body.pop(name) for name in ("cache_salt", "priority") if name in body}
@@ -75,7 +93,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, {"choices": [{"index": 0, "message": message}], "usage": usage})
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        self._send_bytes(status, json.dumps(body).encode())
+
+    def _send_bytes(self, status: int, data: bytes) -> None:
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))

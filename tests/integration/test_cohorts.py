@@ -11,7 +11,7 @@ from seeds import FACTS, MODEL, QUEUE, add_batch, add_boot, add_jobs, add_tenant
 from service.core.model import BatchStatus, CohortState, LineErrorCode, Outcome
 from service.core.usage import Usage
 from service.errors import FenceLost, InstanceHeld
-from service.store import backlog, cohorts, dispatching, instances, results
+from service.store import backlog, cohorts, dispatching, instances, results, stealing
 from service.store.session import Database
 from service.store.tables import batch, batch_progress, cohort, instance_boot, job, job_result
 
@@ -152,7 +152,8 @@ def test_writes_of_an_older_attempt_are_refused(database: Database, world: World
             results.record(conn, old, [finished(world.jobs[0])])
         assert not cohorts.finish(conn, old)
         assert not cohorts.release(conn, old, reason="late", failure=False)
-        assert not cohorts.return_job(conn, old, world.jobs[0], 1)
+        with pytest.raises(FenceLost):
+            cohorts.return_job(conn, old, world.jobs[0], 1)
         assert results.record(conn, new, [finished(world.jobs[0])]) == 1
 
 
@@ -187,6 +188,7 @@ def test_a_returned_job_leaves_the_cohort_and_waits(database: Database, world: W
     with database.transaction() as conn:
         claim = world.claim(conn)
         assert cohorts.return_job(conn, claim, world.jobs[0], 60)
+        assert not cohorts.return_job(conn, claim, world.jobs[0], 60)  # again, as after a commit whose answer was lost
         assert results.record(conn, claim, [finished(world.jobs[0])]) == 0
         results.record(conn, claim, [finished(job_id) for job_id in world.jobs[1:]])
         assert cohorts.finish(conn, claim)
@@ -263,6 +265,7 @@ def test_a_batch_still_in_intake_waits_for_the_rest_of_its_lines(database: Datab
         other = add_batch(conn, world.tenant, "batch_2", intake_done=False)
         add_jobs(conn, world.tenant, other, [5, 5, 5])
         assert backlog.waiting_bulk(conn, MODEL, 10) == (1, [])
+        conn.execute(sa.update(batch).where(batch.c.id == other).values(intake_line=3))
         assert len(backlog.waiting_bulk(conn, MODEL, 3)[1]) == 3
         conn.execute(sa.update(batch).values(intake_done=True))
         assert len(backlog.waiting_bulk(conn, MODEL, 10)[1]) == 3
@@ -289,10 +292,10 @@ def test_a_steal_moves_the_tail_and_corrects_its_first_prediction(database: Data
     with database.transaction() as conn:
         jobs = add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [8, 8])
         last = plan_one(conn, jobs, sequence=2)
-        tail = dispatching.tail_of(conn, QUEUE, MODEL)
+        tail = stealing.tail_of(conn, QUEUE, MODEL)
         assert tail is not None
         assert (tail.cohort_id, [item.job_id for item in tail.jobs]) == (last, jobs)
-        dispatching.rebind(conn, last, "instance.two", first_predicted=0)
+        stealing.rebind(conn, last, "instance.two", first_predicted=0)
         predicted = conn.execute(
             sa.select(job.c.predicted_cached_tokens).where(job.c.cohort_id == last).order_by(job.c.cohort_position)
         ).scalars()
@@ -350,9 +353,9 @@ def test_the_last_key_of_a_queue_is_where_its_run_goes_on(database: Database, wo
 
 def test_a_tail_is_split_in_planned_order(database: Database, world: World) -> None:
     with database.transaction() as conn:
-        tail = dispatching.tail_of(conn, QUEUE, MODEL)
+        tail = stealing.tail_of(conn, QUEUE, MODEL)
         assert tail is not None
-        second = dispatching.split_tail(conn, tail, at=1)
+        second = stealing.split_tail(conn, tail, at=1)
         rows = conn.execute(sa.select(cohort.c.id, cohort.c.n_jobs, cohort.c.estimated_seconds).order_by(cohort.c.id))
         assert [tuple(row) for row in rows] == [(world.cohort, 1, 0.5), (second, 3, 1.5)]
         first, _ = dispatching.dispatch(
@@ -361,3 +364,82 @@ def test_a_tail_is_split_in_planned_order(database: Database, world: World) -> N
         claim = claim_message(conn, first, world.boot)
         assert claim is not None
         assert [item.job_id for item in cohorts.load_jobs(conn, claim)] == world.jobs[:1]
+
+
+def test_a_message_nobody_hears_brings_the_cohort_back(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        world.dispatch(conn)
+        for _ in range(6):
+            conn.execute(sa.update(cohort).values(dispatched_at=sa.text("now() - interval '11 seconds'")))
+            assert dispatching.take_back_unheard(conn, 10) == []
+            assert len(dispatching.lost_messages(conn, 10)) == 1
+        conn.execute(sa.update(cohort).values(dispatched_at=sa.text("now() - interval '11 seconds'")))
+        assert dispatching.lost_messages(conn, 10) == []
+        assert dispatching.take_back_unheard(conn, 10) == [world.cohort]
+        assert state_of(conn, world.cohort) is CohortState.READY
+
+
+def test_a_job_may_wait_longer_than_an_integer_of_milliseconds(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        conn.execute(sa.update(job).values(created_at=sa.text("now() - interval '30 days'")))
+        assert {item.queued_ms for item in cohorts.load_jobs(conn, world.claim(conn))} == {2**31 - 1}
+
+
+def test_no_bulk_cohort_overtakes_a_suspect(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        tenant_jobs = add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [5, 6, 7])
+        plan_one(conn, tenant_jobs[:1], alone=True, sequence=2)
+        behind = plan_one(conn, tenant_jobs[1:], sequence=3)
+        (message,) = dispatching.dispatch(
+            conn, boot_id=world.boot, queue=QUEUE, model=MODEL, room=ROOM, interactive=False
+        )
+        assert message.cohort_id == world.cohort
+        assert state_of(conn, behind) is CohortState.READY
+
+
+def test_jobs_that_ended_unplanned_leave_the_backlog(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [5, 6])
+        assert backlog.models_waiting(conn) == [MODEL]
+        results.end_jobs(
+            conn, "batch_2", outcome=Outcome.CANCELLED, error_code=LineErrorCode.BATCH_CANCELLED, only_idle=True
+        )
+        assert backlog.models_waiting(conn) == []
+
+
+def test_a_failed_batch_is_aborted_where_it_runs(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        claim = world.claim(conn)
+        conn.execute(sa.update(batch).values(status=BatchStatus.FAILED))
+        assert cohorts.jobs_to_abort(conn, claim.boot_id) == dict.fromkeys(world.jobs, Outcome.CANCELLED)
+
+
+def test_a_suspect_goes_to_no_boot_that_is_gone(database: Database) -> None:
+    with database.transaction() as conn:
+        tenant_id = add_tenant(conn)
+        jobs = add_jobs(conn, tenant_id, add_batch(conn, tenant_id), [1])
+        boot = add_boot(conn)
+        plan_one(conn, jobs, alone=True)
+        instances.mark_gone(conn, boot, "test")
+        assert dispatching.dispatch_suspects(conn, boot_id=boot, queue=QUEUE, model=MODEL) == []
+
+
+def test_what_a_gone_boot_still_has_goes_back(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        world.dispatch(conn)
+        conn.execute(sa.update(instance_boot).values(state="gone"))
+        assert instances.release_stranded(conn) == [world.cohort]
+        assert state_of(conn, world.cohort) is CohortState.READY
+        assert instances.release_stranded(conn) == []
+
+
+def test_a_worker_frozen_in_its_claim_blocks_no_reaper(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        message = world.dispatch(conn)
+        conn.execute(sa.update(cohort).values(dispatched_at=sa.text("now() - interval '11 seconds'")))
+    with database.transaction() as frozen:
+        assert claim_message(frozen, message, world.boot) is not None
+        with database.transaction() as conn:
+            conn.execute(sa.text("set local lock_timeout = '2s'"))
+            assert dispatching.lost_messages(conn, 10) == []
+            assert dispatching.expire_leases(conn) == []

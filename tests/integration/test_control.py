@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from control_fixtures import Desk, jsonl, make_desk, request
+from seeds import add_batch
 
 from service.broker import CONTROL_QUEUE, Publisher, make_app
 from service.control import run_task
@@ -142,6 +143,8 @@ def test_a_task_that_kills_its_worker_each_time_fails_its_batch(desk: Desk) -> N
 
 def test_progress_is_folded_without_changing_a_sum(desk: Desk) -> None:
     with desk.database.transaction() as conn:
+        for batch_id in ("batch_x", "batch_y"):
+            add_batch(conn, desk.tenant_id, batch_id)
         for n in range(10):
             batches.add_progress(conn, "batch_x", batches.Progress(completed=1, prompt_tokens=n))
         batches.add_progress(conn, "batch_y", batches.Progress(failed=2))

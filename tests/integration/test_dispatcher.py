@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import redis
@@ -19,6 +20,12 @@ from service.settings import Settings
 from service.store import instances
 from service.store.session import Database
 from service.store.tables import batch, cohort, instance_boot, job
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """No heartbeat comes from the boots of these tests: they stay fresh however slow the machine is."""
+    return replace(settings, stale_boot_seconds=600.0)
 
 
 @pytest.fixture
@@ -181,3 +188,42 @@ def test_a_single_job_goes_where_bulk_work_left_its_prefix(database: Database, d
             .where(job.c.batch_id.is_(None))
         ).one()
     assert (row.queue, row.predicted_cached_tokens) == (home, 320)
+
+
+def test_a_single_job_that_failed_twice_runs_alone(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [], "one")
+    with database.transaction() as conn:
+        add_jobs(conn, add_tenant(conn, "other"), None, [1])
+    dispatcher.step()
+    with database.transaction() as conn:
+        conn.execute(sa.update(cohort).values(state=CohortState.READY, failures=2, instance_boot_id=None))
+    assert dispatcher.step() == 1
+    with database.transaction() as conn:
+        alone = conn.execute(sa.select(cohort.c.state).where(cohort.c.alone)).scalar_one()
+    assert alone == CohortState.DISPATCHED
+
+
+def test_single_jobs_spread_over_idle_instances(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [], "one", "two", "three")
+    with database.transaction() as conn:
+        add_jobs(conn, add_tenant(conn, "other"), None, list(range(30)))
+    dispatcher.step()
+    assert {len(ids) for ids in planned(database).values()} == {10}
+
+
+def test_two_classes_are_planned_once_each(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [number // 50 for number in range(400)], "one")
+    with database.transaction() as conn:
+        tenant_id = add_tenant(conn, "other")
+        add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_low", priority=Priority.LOW), [9] * 400)
+
+    def ids() -> list[int]:
+        with database.transaction() as conn:
+            return list(conn.execute(sa.select(cohort.c.id).order_by(cohort.c.id)).scalars())
+
+    dispatcher.step()
+    dispatcher.step()
+    first = ids()
+    dispatcher.step()
+    assert ids() == first
+    assert sum(map(len, planned(database).values())) == 800

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +13,7 @@ from service.core.model import Outcome, Priority
 from service.core.usage import Usage
 from service.store.cohorts import Claim
 from workers.engines.base import EngineFacts, EngineGone, EngineReply, EngineRequest, EngineTimeout
-from workers.feeder import Aborted, Admission, Crashed, Ended, Feeder, TimedOut, Unfed, Waiting
+from workers.feeder import Aborted, Admission, Crashed, Disconnected, Ended, Feeder, TimedOut, Unfed, Waiting
 
 
 class FakeEngine:
@@ -24,6 +25,10 @@ class FakeEngine:
         self.requests: list[EngineRequest] = []
         self.answers: list[asyncio.Future[EngineReply]] = []
         self.cancelled: list[int] = []
+        self.is_well = True
+        self.asked = 0
+        self.can_say = asyncio.Event()
+        self.can_say.set()
 
     async def start(self) -> EngineFacts:
         raise NotImplementedError
@@ -41,6 +46,11 @@ class FakeEngine:
     async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
         return None
 
+    async def is_alive(self) -> bool:
+        self.asked += 1
+        await self.can_say.wait()
+        return self.is_well
+
     async def wait_dead(self) -> str:
         return "never"
 
@@ -49,6 +59,7 @@ class FakeEngine:
 
 
 REPLY = EngineReply(status_code=200, body=b"{}", usage=Usage())
+BROKEN = EngineReply(status_code=500, body=b"{}", usage=Usage())
 
 
 TABLES: list[Table] = []
@@ -72,9 +83,16 @@ class Table:
         admission = Admission(max_num_seqs=max_num_seqs, kv_capacity_tokens=None)
         self.feeder = Feeder(engine=self.engine, admission=admission, timeout_seconds=9)
         self.ended: list[Ended] = []
+        self.news: asyncio.Queue[Ended] = asyncio.Queue()
+        self.items: dict[int, Waiting] = {}
 
     def item(self, job_id: int, claim: Claim | None = None, position: int = 0) -> Waiting:
-        return waiting(claim or make_claim(), make_job(job_id), position, self.ended.append)
+        self.items[job_id] = waiting(claim or make_claim(), make_job(job_id), position, self.sink)
+        return self.items[job_id]
+
+    def sink(self, ended: Ended) -> None:
+        self.ended.append(ended)
+        self.news.put_nowait(ended)
 
     def endings(self) -> dict[int, object]:
         return {ended.job.job_id: ended.ending for ended in self.ended}
@@ -131,7 +149,7 @@ async def test_a_dropped_cohort_says_nothing_and_may_come_again() -> None:
     claim = make_claim(7)
     table.feeder.add([table.item(1, claim), table.item(2, make_claim(8))])
     await turns()
-    table.feeder.drop(7)
+    table.feeder.drop(claim)
     table.feeder.add([table.item(1, make_claim(7))])  # claimed again before the first was aborted
     await turns()
     assert table.ended == []
@@ -145,6 +163,7 @@ async def test_a_dead_engine_crashes_what_flew_and_hands_back_the_rest() -> None
     table = Table(max_num_seqs=1)
     table.feeder.add([table.item(number, position=number) for number in range(5)])
     await turns()
+    table.engine.is_well = False
     table.engine.answers[0].set_exception(EngineGone())  # its connection broke a moment before the death was known
     await turns()
     table.feeder.die()
@@ -201,3 +220,87 @@ async def test_a_slow_engine_is_a_timeout_and_a_broken_body_no_silence(caplog: p
     assert isinstance(table.endings()[1], TimedOut)
     assert 2 in table.endings()
     assert "a submission failed: job=2" in caplog.text
+
+
+async def test_a_dying_engine_that_answers_500_crashes_what_flew_and_is_fed_nothing_more() -> None:
+    table = Table(max_num_seqs=1)
+    table.feeder.add([table.item(number, position=number) for number in range(5)])
+    await turns()
+    table.engine.is_well = False
+    for answer in table.engine.answers:
+        answer.set_result(BROKEN)
+    await turns()
+    assert table.ended == []
+    assert [request.job_id for request in table.engine.requests] == [0, 1, 2]
+    table.feeder.die()
+    await turns()
+    kinds = {job_id: type(ending) for job_id, ending in table.endings().items()}
+    assert kinds == {0: Crashed, 1: Crashed, 2: Crashed, 3: Unfed, 4: Unfed}
+
+
+async def test_while_an_engine_is_asked_whether_it_lives_nothing_is_fed() -> None:
+    table = Table(max_num_seqs=1)
+    table.feeder.add([table.item(number, position=number) for number in range(5)])
+    await turns()
+    table.engine.can_say.clear()
+    table.engine.answers[0].set_result(BROKEN)
+    table.engine.answers[1].set_result(BROKEN)
+    table.engine.answers[2].set_result(REPLY)
+    await turns()
+    assert table.endings() == {2: REPLY}
+    assert len(table.engine.requests) == 3
+    table.engine.can_say.set()
+    await turns(10)
+    assert table.endings() == {2: REPLY, 0: BROKEN, 1: BROKEN}
+    assert table.engine.asked == 1  # one question for all
+    assert [request.job_id for request in table.engine.requests] == [0, 1, 2, 3, 4]
+
+
+async def test_an_engine_that_is_not_well_and_does_not_die_is_taken_at_its_word() -> None:
+    table = Table()
+    table.feeder.death_seconds = 0.01
+    table.engine.is_well = False
+    table.feeder.add([table.item(1), table.item(2, position=1)])
+    await turns()
+    table.engine.answers[0].set_result(BROKEN)
+    table.engine.answers[1].set_exception(EngineGone())
+    for _ in range(2):
+        await asyncio.wait_for(table.news.get(), 5)
+    assert table.endings()[1] == BROKEN
+    assert isinstance(table.endings()[2], Disconnected)
+
+
+async def test_a_retry_of_a_500_crashes_with_its_engine() -> None:
+    table = Table()
+    table.feeder.add_later(table.item(1), 1000, is_suspect=True)
+    table.feeder.add_later(table.item(2), 1000, is_suspect=False)
+    table.feeder.pause(True)
+    table.feeder.add_later(table.item(3), 0, is_suspect=True)
+    await asyncio.sleep(0.001)  # it is due, and waits to be fed
+    table.feeder.die()
+    table.feeder.add_later(table.item(4), 1, is_suspect=True)  # judged before the death, handed in after it
+    table.feeder.add_later(table.item(5), 1, is_suspect=False)
+    kinds = {job_id: type(ending) for job_id, ending in table.endings().items()}
+    assert kinds == {1: Crashed, 2: Unfed, 3: Crashed, 4: Crashed, 5: Unfed}
+
+
+async def test_a_job_that_was_fed_again_is_no_suspect_of_its_last_try() -> None:
+    table = Table(max_num_seqs=1)
+    table.feeder.add_later(table.item(1), 0, is_suspect=True)
+    await asyncio.sleep(0.001)
+    await turns()
+    table.engine.answers[0].set_result(REPLY)
+    await turns()
+    table.feeder.add_later(table.items[1], 1000, is_suspect=False)
+    table.feeder.die()
+    assert [type(ended.ending) for ended in table.ended] == [EngineReply, Unfed]
+
+
+async def test_only_the_claim_that_was_lost_is_dropped() -> None:
+    table = Table()
+    newer = dataclasses.replace(make_claim(7), attempt=2)
+    table.feeder.add([table.item(1, newer)])
+    await turns()
+    table.feeder.drop(make_claim(7))
+    await turns()
+    assert table.engine.cancelled == []

@@ -10,6 +10,7 @@ from service.fleet import Instance, Model
 from service.ports import free_port
 from service.settings import Settings
 from workers.engines.base import EngineFacts, EngineGone, EngineReply, EngineRequest, EngineTimeout
+from workers.engines.http import count_prompts
 from workers.engines.openai import OpenAIEngine
 
 REQUEST = EngineRequest(
@@ -95,3 +96,48 @@ async def test_what_cannot_be_attached_to_is_named(settings: Settings) -> None:
         await engine_at(f"http://127.0.0.1:{free_port()}", settings).start()
     with serving("honours") as server, pytest.raises(EngineFailed, match="serves tiny, not other"):
         await engine_at(server.url, settings, model="other").start()
+
+
+async def test_no_message_holds_the_password_of_a_url(settings: Settings) -> None:
+    port = free_port()
+    url = f"http://user:se%40cret@127.0.0.1:{port}/v1?key=hidden"
+    with pytest.raises(EngineFailed, match=rf"url: http://127\.0\.0\.1:{port}/v1 does not answer"):
+        await engine_at(url, settings).start()
+    with serving("honours") as server:
+        address = server.url.removeprefix("http://")
+        with pytest.raises(EngineFailed, match=rf"model: http://{address} serves tiny, not other") as caught:
+            await engine_at(f"http://user:secret@{address}", settings, model="other").start()
+        assert "secret" not in str(caught.value)
+    with pytest.raises(EngineFailed, match="url: //here/v1 does not answer"):
+        await engine_at("user:secret@here/v1", settings).start()
+
+
+async def test_a_url_that_is_none_is_said_to_be_so(settings: Settings) -> None:
+    for url in ("http://[::1", "http://127.0.0.1:port"):
+        with pytest.raises(EngineFailed, match=r"\[instances\.one\] url is no URL"):
+            await engine_at(url, settings).start()
+
+
+async def test_an_engine_says_whether_it_lives(settings: Settings) -> None:
+    with serving("honours") as server:
+        engine, _ = await attach(server, settings)
+        assert await engine.is_alive()
+        server.die()
+        assert not await engine.is_alive()
+    assert not await engine.is_alive()
+    await engine.stop(0)
+
+
+async def test_what_is_no_json_has_no_tokens_and_is_one_prompt(settings: Settings) -> None:
+    with serving("honours") as server:
+        engine, _ = await attach(server, settings)
+        server.tokenize = b"<html>"
+        assert await engine.tokenize(REQUEST.endpoint, REQUEST.body) is None
+        server.tokenize = b"[1, 2]"
+        assert await engine.tokenize(REQUEST.endpoint, REQUEST.body) is None
+        server.tokenize = b'{"tokens": [1, 2]}'
+        assert await engine.tokenize(REQUEST.endpoint, REQUEST.body) == [1, 2]
+        assert await engine.tokenize(REQUEST.endpoint, b"{") is None
+        await engine.stop(0)
+    assert count_prompts("/v1/completions", b"{") == 1
+    assert count_prompts("/v1/completions", b"[]") == 1

@@ -79,8 +79,10 @@ async def test_an_aborted_request_frees_its_place() -> None:
         await first
     with pytest.raises(EngineTimeout):
         await engine.submit(request(1, 2, timeout_seconds=0.01))
+    assert await engine.is_alive()
     await engine.stop(0)
     assert "ended" in await asyncio.wait_for(engine.wait_dead(), 5)
+    assert not await engine.is_alive()
 
 
 async def test_what_never_fits_is_refused_as_an_engine_would() -> None:

@@ -304,3 +304,10 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelMissing, match="tiny"):
         tokenizing(tmp_path).key("tiny", CHAT, {"messages": [user("x")]}, b"s")
+
+
+def test_a_limit_far_above_the_default_is_no_prediction() -> None:
+    keys = tokenizing(None)
+    for limit, predicted in ((0, 0), (396, 396), (397, 396), (2**40, 396), (-1, 99), (True, 99), (None, 99)):
+        body = {"messages": [user("x")], "max_tokens": limit}
+        assert keys.key("tiny", CHAT, body, b"s").output_tokens == predicted

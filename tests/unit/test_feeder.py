@@ -66,3 +66,14 @@ def test_a_suspect_runs_beside_nothing() -> None:
     assert take_all(admission) == [2]
     admission.leave(suspect)
     assert take_all(admission) == [3]
+
+
+def test_no_answer_is_expected_to_be_longer_than_the_model_allows() -> None:
+    admission = Admission(max_num_seqs=16, kv_capacity_tokens=1000, max_model_len=200)
+    for number in range(6):
+        admission.add(waiting(make_claim(), make_job(number, prompt=100, output=2**31 - 1), number))
+    assert take_all(admission) == [0, 1, 2, 3, 4]  # 200 tokens each
+    admission = Admission(max_num_seqs=16, kv_capacity_tokens=1000, max_model_len=200)
+    for number in range(3):  # longer than the model allows: the engine refuses them, they hold what they are
+        admission.add(waiting(make_claim(), make_job(number, prompt=400, output=50), number))
+    assert take_all(admission) == [0, 1]

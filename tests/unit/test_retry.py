@@ -50,3 +50,8 @@ def test_a_retry_lies_within_its_bounds(attempt: int, jitter: float, elapsed: fl
         assert deadline is None or elapsed + answer.after_seconds < deadline
     else:
         assert attempt >= 100 or deadline is not None
+
+
+def test_an_absurd_wait_is_cut_to_an_hour() -> None:
+    decision = decide(503, attempt=1, elapsed_seconds=0, deadline_seconds=None, jitter=0.0, retry_after_seconds=1e20)
+    assert decision == Retry(after_seconds=3600.0)

@@ -121,3 +121,8 @@ def test_prompts_that_nothing_was_predicted_for() -> None:
     assert miss(0, 0) is MissCause.BELOW_ONE_BLOCK
     assert miss(0, 0, prompt_tokens=20, first_of_group=True) is MissCause.BELOW_ONE_BLOCK
     assert miss(0, 320) is None
+
+
+def test_an_absurd_count_is_unknown() -> None:
+    usage = parse_usage({"usage": {"prompt_tokens": 10**30, "completion_tokens": 2**31 - 1}})
+    assert (usage.prompt_tokens, usage.completion_tokens) == (None, 2**31 - 1)

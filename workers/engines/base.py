@@ -71,6 +71,9 @@ class Engine(Protocol):
     async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
         """The engine's own token ids for this body's prompt; None where it cannot say."""
 
+    async def is_alive(self) -> bool:
+        """Whether it says, now, that it goes on answering. Asked after a 5xx or a failed connection; never raises."""
+
     async def wait_dead(self) -> str:
         """Return, with the cause, when the engine is no longer usable."""
 

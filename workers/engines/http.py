@@ -15,7 +15,7 @@ from service.core.usage import read_usage
 from workers.engines.base import EngineGone, EngineReply, EngineRequest, EngineTimeout
 
 _CONNECT_SECONDS = 10.0
-_QUESTION_SECONDS = 30.0  # /health, /metrics and the like; a busy CPU engine may hold its loop for some seconds
+QUESTION_SECONDS = 30.0  # /health, /metrics and the like; a busy CPU engine may hold its loop for some seconds
 # What of a chat body alters the prompt, as vLLM's /tokenize names it.
 _CHAT_TOKENIZE_FIELDS = (
     "messages",
@@ -40,7 +40,7 @@ class EngineHttp:
             trust_env=through_proxies,
             # The feeder bounds what is in flight; a pool limit below it would hide requests from the engine's queue.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            timeout=httpx.Timeout(_QUESTION_SECONDS, connect=_CONNECT_SECONDS),
+            timeout=httpx.Timeout(QUESTION_SECONDS, connect=_CONNECT_SECONDS),
         )
 
     async def submit(self, request: EngineRequest) -> EngineReply:
@@ -85,36 +85,33 @@ class EngineHttp:
                 )
         except TimeoutError as error:
             raise EngineTimeout(f"after {timeout_seconds:g} s") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineGone(f"({type(error).__name__})") from error
 
-    async def get(self, path: str, *, timeout_seconds: float = _QUESTION_SECONDS) -> tuple[int, bytes] | None:
+    async def get(self, path: str, *, timeout_seconds: float = QUESTION_SECONDS) -> tuple[int, bytes] | None:
         """GET; None where nobody answers."""
         try:
             reply = await self._client.get(path, timeout=timeout_seconds)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             return None
         return reply.status_code, reply.content
 
     async def get_json(self, path: str) -> Any:
         """The parsed answer; None unless it is a 200 with JSON."""
         reply = await self.get(path)
-        if reply is None or reply[0] != 200:
-            return None
-        try:
-            return orjson.loads(reply[1])
-        except orjson.JSONDecodeError:
-            return None
+        return _parsed(reply[1]) if reply is not None and reply[0] == 200 else None
 
     async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
         """The engine's own ids for a body's prompt; None where it has no /tokenize or the prompt is no text."""
-        question = tokenize_question(endpoint, orjson.loads(body))
+        parsed = _parsed(body)
+        question = tokenize_question(endpoint, parsed) if isinstance(parsed, dict) else None
         if question is None:
             return None
-        status, answer = await self.post("/tokenize", orjson.dumps(question), {}, _QUESTION_SECONDS)
+        status, answer = await self.post("/tokenize", orjson.dumps(question), {}, QUESTION_SECONDS)
         if status != 200:
             return None
-        tokens = orjson.loads(answer).get("tokens")
+        told = _parsed(answer)
+        tokens = told.get("tokens") if isinstance(told, dict) else None
         return tokens if isinstance(tokens, list) else None
 
     async def close(self) -> None:
@@ -125,9 +122,11 @@ def count_prompts(endpoint: str, body: bytes) -> int:
     """How many prompts a body holds: of several, an engine reports the cached tokens of the last one only."""
     if endpoint == Endpoint.CHAT:
         return 1
-    prompt = orjson.loads(body).get("prompt" if endpoint == Endpoint.COMPLETIONS else "input")
-    is_list_of_prompts = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return len(prompt) if is_list_of_prompts else 1
+    parsed = _parsed(body)
+    prompt = parsed.get("prompt" if endpoint == Endpoint.COMPLETIONS else "input") if isinstance(parsed, dict) else None
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
+        return 1
+    return len(prompt)
 
 
 def tokenize_question(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -155,6 +154,14 @@ def cache_config(metrics: bytes) -> tuple[int | None, int | None]:
     if capacity is None and blocks is not None and block_size is not None:
         capacity = blocks * block_size
     return capacity, block_size
+
+
+def _parsed(data: bytes) -> Any:
+    """None where it is no JSON."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _number(raw: bytes | None) -> int | None:

@@ -96,6 +96,9 @@ class SimulatedEngine:
     async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
         return None
 
+    async def is_alive(self) -> bool:
+        return self._driver is not None and not self._driver.done()
+
     async def wait_dead(self) -> str:
         """It does not die by itself; an error in it is its death."""
         assert self._driver is not None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from service.errors import EngineFailed
 from service.fleet import Instance, Model
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 0.5
 _WATCH_SECONDS = 5.0
+_LOOK_SECONDS = 10.0  # for an answer to one look: a CPU engine at work may hold its loop for some seconds
+LOOKS_TO_DEATH = 10  # unanswered in a row: it hangs, and is replaced
 _KEEPER_GRACE_SECONDS = 2.0
 _LOG_BYTES = 20 * 2**20  # an engine's log beyond this is put aside at its next start
 _TAIL_BYTES = 256 * 1024
@@ -62,18 +67,15 @@ class VllmEngine:
     async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
         return await self._client.tokenize(endpoint, body)
 
+    async def is_alive(self) -> bool:
+        return self._keeper is not None and self._keeper.returncode is None and await self._health() == 200
+
     async def wait_dead(self) -> str:
-        """The keeper ends when the server does; a server whose engine core is dead answers /health with 503."""
         assert self._keeper is not None
         exited = asyncio.create_task(self._keeper.wait())
         try:
-            while True:
-                done, _ = await asyncio.wait({exited}, timeout=_WATCH_SECONDS)
-                if done:
-                    return self._death(exited.result())
-                reply = await self._client.get("/health")
-                if reply is not None and reply[0] == 503:
-                    return "its engine core is dead"
+            cause = await until_dead(exited, self._health, pause_seconds=_WATCH_SECONDS)
+            return cause if cause is not None else self._death(exited.result())
         finally:
             exited.cancel()
 
@@ -97,11 +99,15 @@ class VllmEngine:
         assert self._http is not None, "start() comes first"
         return self._http
 
+    async def _health(self) -> int | None:
+        reply = await self._client.get("/health", timeout_seconds=_LOOK_SECONDS)
+        return reply[0] if reply is not None else None
+
     async def _spawn(self, argv: list[str], environment: dict[str, str]) -> asyncio.subprocess.Process:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         if self._log_path.exists() and self._log_path.stat().st_size > _LOG_BYTES:
             self._log_path.replace(self._log_path.with_suffix(".log.1"))
-        with self._log_path.open("ab") as output:
+        with os.fdopen(open_log(self._log_path), "ab") as output:
             self._log_start = output.tell()
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "workers.engines.keeper", "--record", str(self._record)),
@@ -159,6 +165,32 @@ class VllmEngine:
             file.seek(max(self._log_start, size - _TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
         return cause_in_log(text) or "no word in its log"
+
+
+async def until_dead(
+    exited: asyncio.Task[int], health: Callable[[], Awaitable[int | None]], *, pause_seconds: float
+) -> str | None:
+    """The cause where it is no longer usable though it runs; None once it has exited: its keeper ends when it does.
+
+    A server whose engine core is dead answers /health with 503; one that hangs does not answer.
+    """
+    unanswered = 0
+    while unanswered < LOOKS_TO_DEATH:
+        done, _ = await asyncio.wait({exited}, timeout=pause_seconds)
+        if done:
+            return None
+        status = await health()
+        if status == 503:
+            return "its engine core is dead"
+        unanswered = unanswered + 1 if status is None else 0
+    return f"it hangs: {LOOKS_TO_DEATH} looks at its health in a row were not answered"
+
+
+def open_log(path: Path) -> int:
+    """To append to, its owner's alone: an engine may log what it was asked."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.fchmod(descriptor, 0o600)  # one that was there before
+    return descriptor
 
 
 def is_cpu_build() -> bool:
