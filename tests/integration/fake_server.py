@@ -35,6 +35,7 @@ class FakeServer(ThreadingHTTPServer):
         self.seen: set[str] = set()
         self.pause = threading.Event()
         self.is_dying = False
+        self.answer: bytes | None = None  # of completions, in place of a good one
         self.tokenize: bytes | None = None  # the answer to /tokenize, which most servers do not know
 
     def die(self) -> None:
@@ -79,6 +80,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.pause.wait(self.server.seconds)
         if self.server.status != 200:
             self._send(self.server.status, {"error": {"message": "no"}})
+            return
+        if self.server.answer is not None:
+            self._send_bytes(200, self.server.answer)
             return
         salt = ours.get("cache_salt", "") if self.server.mode == "honours" else ""
         seen = f"{salt} {json.dumps(body)}"

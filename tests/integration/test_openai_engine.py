@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from fake_server import FakeServer, serving
 
@@ -10,7 +12,7 @@ from service.fleet import Instance, Model
 from service.ports import free_port
 from service.settings import Settings
 from workers.engines.base import EngineFacts, EngineGone, EngineReply, EngineRequest, EngineTimeout
-from workers.engines.http import count_prompts
+from workers.engines.http import count_prompts, with_fields
 from workers.engines.openai import OpenAIEngine
 
 REQUEST = EngineRequest(
@@ -141,3 +143,22 @@ async def test_what_is_no_json_has_no_tokens_and_is_one_prompt(settings: Setting
         await engine.stop(0)
     assert count_prompts("/v1/completions", b"{") == 1
     assert count_prompts("/v1/completions", b"[]") == 1
+
+
+@pytest.mark.parametrize("answer", [b"", b"null", b"[]", b"<html>", b"\xff"])
+async def test_a_success_without_a_json_object_is_no_success(settings: Settings, answer: bytes) -> None:
+    with serving("honours") as server:
+        engine, _ = await attach(server, settings)
+        server.answer = answer
+        reply = await engine.submit(REQUEST)
+        await engine.stop(0)
+    assert reply.status_code == 502
+    assert b"bad_engine_answer" in reply.body
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"n": 12345678901234567890123}', b'{"a": "\\ud800"} '])
+def test_our_fields_leave_the_clients_bytes_alone(body: bytes) -> None:
+    sent = with_fields(body, {"priority": 7})
+    assert sent.startswith(body.rstrip()[:-1])
+    assert json.loads(sent)["priority"] == 7
+    assert with_fields(body, {}) == body

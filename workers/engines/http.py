@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from service.core.model import Endpoint
-from service.core.usage import read_usage
+from service.core.usage import UNKNOWN, read_usage
 from workers.engines.base import EngineGone, EngineReply, EngineRequest, EngineTimeout
 
 _CONNECT_SECONDS = 10.0
@@ -24,6 +24,17 @@ _CHAT_TOKENIZE_FIELDS = (
     "continue_final_message",
     "add_special_tokens",
     "chat_template_kwargs",
+)
+
+_NO_ANSWER = orjson.dumps(
+    {
+        "error": {
+            "message": "The engine answered success without a JSON object.",
+            "type": "server_error",
+            "param": None,
+            "code": "bad_engine_answer",
+        }
+    }
 )
 
 
@@ -56,6 +67,8 @@ class EngineHttp:
         # The priority holds the feeder's sequence number, so no two submissions share an id.
         request_id = f"job-{request.job_id}-{request.priority}"
         reply = await self._post(request.endpoint, request.body, fields, request.timeout_seconds, request_id)
+        if reply.is_success and not isinstance(_parsed(reply.content), dict):
+            return EngineReply(status_code=502, body=_NO_ANSWER, usage=UNKNOWN)  # tried again, as any 5xx
         return EngineReply(
             status_code=reply.status_code,
             body=reply.content,
@@ -73,7 +86,7 @@ class EngineHttp:
     async def _post(
         self, path: str, body: bytes, fields: Mapping[str, object], timeout_seconds: float, request_id: str | None
     ) -> httpx.Response:
-        content = orjson.dumps({**orjson.loads(body), **fields}) if fields else body
+        content = with_fields(body, fields)
         headers = {"content-type": "application/json", **({"x-request-id": request_id} if request_id else {})}
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -116,6 +129,14 @@ class EngineHttp:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def with_fields(body: bytes, fields: Mapping[str, object]) -> bytes:
+    """A JSON object's bytes with fields put behind its own, which stay byte for byte; of two, readers take the last."""
+    if not fields:
+        return body
+    head = body.rstrip()[:-1].rstrip()
+    return head + (b"" if head.endswith(b"{") else b",") + orjson.dumps(fields)[1:]
 
 
 def count_prompts(endpoint: str, body: bytes) -> int:
