@@ -15,7 +15,7 @@ import redis
 
 from service.children import Account, spawn, stop
 from service.connections import Embedded, embedded_path, load_embedded, new_secret, save_embedded
-from service.errors import DatabaseUnreachable, ServerFailed
+from service.errors import DatabaseUnreachable, ServerFailed, SettingError
 from service.locks import take_lock
 from service.ports import free_port, wait_port_free
 from service.postgres import (
@@ -199,11 +199,14 @@ def make_state_folder(folder: Path) -> None:
 
     What holds prompts and answers is private in either case.
     """
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700, exist_ok=True)
-    for name in ("logs", "files", "models", "demo", "run"):
-        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    try:
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700, exist_ok=True)
+        for name in ("logs", "files", "models", "demo", "run"):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"TRUNKLINE_STATE: {folder} cannot be used ({error.strerror}).") from error
 
 
 def log_path(settings: Settings, name: str) -> Path:

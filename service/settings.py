@@ -143,6 +143,7 @@ def check_settings(settings: Settings) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and (value < 0 or (value == 0 and (spec.name in positive or spec.name.endswith("_seconds")))):
             raise SettingError(f"{spec.metadata['env']} is {value}; it must be above 0.")
+    _check_url("BROKER_URL", settings.broker_url, ("redis://", "rediss://", "amqp://", "amqps://"))
     if settings.heartbeat_seconds * 2 > settings.lease_seconds:
         raise SettingError("TRUNKLINE_HEARTBEAT_SECONDS must be at most half of TRUNKLINE_LEASE_SECONDS.")
     if settings.heartbeat_seconds * 2 > settings.stale_boot_seconds:
@@ -151,6 +152,11 @@ def check_settings(settings: Settings) -> None:
         raise SettingError("TRUNKLINE_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR.")
     if settings.instance is not None and not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", settings.instance):
         raise SettingError("TRUNKLINE_INSTANCE must be lower-case letters, digits, '-' and '_', at most 63.")
+
+
+def _check_url(name: str, url: str | None, starts: tuple[str, ...]) -> None:
+    if url is not None and not url.startswith(starts):
+        raise SettingError(f"{name} must start with {' or '.join(starts)}.")
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -63,7 +63,7 @@ def miss_cause(job: ClaimedJob, usage: Usage, claim: Claim, life: Life) -> MissC
         first_of_group=job.first_of_group,
         neighbour_ran_here=ran_here,
         # A first attempt of a cohort that moved was stolen or re-planned; a later one follows a restart or a drain.
-        other_instance=claim.moved and claim.attempt == 1 and not ran_here,
+        other_instance=claim.moved and claim.attempt == 1 and not (ran_here and job.predicted_cached_tokens),
         restarted=claim.attempt > 1 and not ran_here,
         cache_bypassed=b'"prompt_logprobs"' in job.body,
         key_mismatch=life.key_agrees is False,

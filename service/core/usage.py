@@ -132,7 +132,7 @@ def classify_miss(
     if cached_tokens is None:
         return None
     if cached_tokens >= predicted_cached_tokens:
-        return _no_shortfall(cached_tokens, prompt_tokens, block_size, first_of_group)
+        return _no_shortfall(cached_tokens, prompt_tokens, block_size, first_of_group, other_instance)
     facts = {
         MissCause.CACHE_BYPASSED: cache_bypassed,
         MissCause.KEY_MISMATCH: key_mismatch,
@@ -145,10 +145,15 @@ def classify_miss(
     return next((cause for cause, holds in facts.items() if holds), MissCause.UNKNOWN)
 
 
-def _no_shortfall(cached_tokens: int, prompt_tokens: int, block_size: int, first_of_group: bool) -> MissCause | None:
+def _no_shortfall(
+    cached_tokens: int, prompt_tokens: int, block_size: int, first_of_group: bool, other_instance: bool
+) -> MissCause | None:
     """As good as predicted, and yet all or most of the prompt may have been computed."""
     if prompt_tokens <= block_size and cached_tokens == 0:
         return MissCause.BELOW_ONE_BLOCK
     if first_of_group:
         return MissCause.FIRST_OF_GROUP
-    return MissCause.BELOW_ONE_BLOCK if cached_tokens == 0 else None
+    if cached_tokens:
+        return None
+    # A steal corrects the prediction of its first job to what the thief holds, often nothing: its group ran elsewhere.
+    return MissCause.OTHER_INSTANCE if other_instance else MissCause.BELOW_ONE_BLOCK

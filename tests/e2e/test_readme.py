@@ -58,7 +58,8 @@ def run(stack: Stack, argv: list[str], folder: Path) -> str:
 def test_the_examples_run_as_they_are_written(stack: Stack, tmp_path: Path) -> None:
     body = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}]}
     line = {"custom_id": "mine", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (tmp_path / "requests.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "support.jsonl").write_text(json.dumps(line) + "\n")
     blocks = re.findall(r"^```(python|sh)\n(.*?)^```", README, re.M | re.S)
     python = [block for language, block in blocks if language == "python"]
     shell = [

@@ -87,8 +87,9 @@ def test_the_main_job(start: Callable[..., Stack], database: Database, broker_ur
     )
     assert abs(cached - predicted) <= 0.02 * predicted
     cold = [row for row in rows if not row.cached_tokens]
-    assert GROUPS <= len(cold) <= GROUPS + 1  # one per group, and one more where the cut falls into a group
-    assert all(row.miss_cause == "first_of_group" for row in cold)
+    # One per group, one more where the cut falls into a group, and one for each steal that parts a group at the end.
+    assert GROUPS <= len(cold) <= GROUPS + 4
+    assert {row.miss_cause for row in cold} <= {"first_of_group", "other_instance"}
     assert MARKER not in stack.logs()
     client = redis.Redis.from_url(broker_url)
     assert all(MARKER.encode() not in (client.dump(key) or b"") for key in client.scan_iter())

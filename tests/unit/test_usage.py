@@ -126,3 +126,15 @@ def test_prompts_that_nothing_was_predicted_for() -> None:
 def test_an_absurd_count_is_unknown() -> None:
     usage = parse_usage({"usage": {"prompt_tokens": 10**30, "completion_tokens": 2**31 - 1}})
     assert (usage.prompt_tokens, usage.completion_tokens) == (None, 2**31 - 1)
+
+
+def test_the_first_job_of_a_stolen_cohort_misses_because_its_group_ran_elsewhere() -> None:
+    cause = classify_miss(
+        predicted_cached_tokens=0,
+        cached_tokens=0,
+        prompt_tokens=640,
+        block_size=32,
+        first_of_group=False,
+        other_instance=True,
+    )
+    assert cause is MissCause.OTHER_INSTANCE
