@@ -68,6 +68,7 @@ class InstanceView:
     rates: Rates
     held_key: bytes | None = None  # of the last job planned on it: what its cache will end on
     load_seconds: float = 0.0  # of work planned on it already, running or not
+    boot_id: int = 0  # another one under the same queue is a cache that starts empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
