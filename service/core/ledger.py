@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.core.plan import Rates
-from service.core.prefix import RUNG_BYTES, cacheable_tokens, rung_span, rungs_covered, rungs_to_tokens
+from service.core.prefix import RUNG_BYTES, cacheable_tokens, rungs_covered, rungs_to_tokens, shared_rungs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,76 +34,139 @@ class Choice:
 
 
 class _Node:
-    """One rung of some prompts' common prefix, or (edge None) the end of one prompt below its last rung."""
+    """Rungs that some prompts have in common, or (without rungs) the end of one prompt below its last rung."""
 
-    __slots__ = ("children", "edge", "parent", "tokens")
+    __slots__ = ("children", "edge", "parent", "start", "tokens")
 
-    def __init__(self, parent: _Node | None, edge: bytes | None, tokens: int) -> None:
+    def __init__(self, parent: _Node | None, start: int, edge: bytes, tokens: int) -> None:
         self.parent, self.edge, self.tokens = parent, edge, tokens
-        self.children: dict[bytes, _Node] = {}
+        self.start = start  # rungs above this node
+        self.children: dict[bytes, _Node] = {}  # by their first rung
 
 
 class _Map:
-    """One boot's prefixes: a trie of rungs in an LRU in which no node is older than its children.
+    """One boot's prefixes: a radix tree of rungs in an LRU in which no node is older than its children.
 
     So the oldest node is always a leaf, and what is evicted is the tail of the prefix that was used least recently.
+    A node is split where a prompt leaves it, so all its rungs were used last by the same prompt, and the map forgets
+    exactly what one with a node for every rung would (tests hold it against that), at two nodes or so a prompt.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
         self.held_tokens = 0
-        self._root = _Node(None, None, 0)
+        self._root = _Node(None, 0, b"", 0)
         self._lru: OrderedDict[_Node, None] = OrderedDict()  # oldest first
 
-    def path(self, key: bytes) -> list[_Node]:
-        """The nodes of the longest prefix of `key` that is held, from the root on."""
-        node, found = self._root, []
-        for start in range(0, len(key), RUNG_BYTES):
-            child = node.children.get(key[start : start + RUNG_BYTES])
-            if child is None:
-                break
-            found.append(child)
-            node = child
-        return found
+    def rungs_held(self, key: bytes) -> int:
+        """Rungs of the longest prefix of `key` that is held."""
+        return self._walk(key)[1]
 
-    def add(self, key: bytes, prompt_tokens: int) -> None:
-        """Hold all of a prompt, as its engine will. One beyond the capacity never runs, and leaves no trace."""
+    def add(self, key: bytes, prompt_tokens: int, output_tokens: int) -> None:
+        """Hold all of a prompt and its output, as its engine will. A prompt beyond the capacity leaves no trace."""
         if prompt_tokens > self.capacity_tokens:
             return
-        path = self.path(key)
-        for start in range(len(path) * RUNG_BYTES, len(key), RUNG_BYTES):
-            edge = key[start : start + RUNG_BYTES]
-            parent = path[-1] if path else self._root
-            child = _Node(parent, edge, rung_span(rungs_to_tokens(start // RUNG_BYTES)))
-            parent.children[edge] = child
-            self.held_tokens += child.tokens
-            path.append(child)
-        rest = max(prompt_tokens - rungs_to_tokens(len(path)), 0)
+        path, held = self._walk(key)
+        if path and held < path[-1].start + len(path[-1].edge) // RUNG_BYTES:
+            path[-1] = self._split(path[-1], held)
+        end, parent = len(key) // RUNG_BYTES, path[-1] if path else self._root
+        if held < end:
+            path.append(self._grow(parent, held, key[held * RUNG_BYTES :], _tokens_between(held, end)))
+        rest = max(prompt_tokens - rungs_to_tokens(end), 0) + output_tokens
         if rest:
-            self._lru[_Node(path[-1] if path else self._root, None, rest)] = None
-            self.held_tokens += rest
+            self._lru[self._grow(parent, end, b"", rest)] = None
         for node in reversed(path):  # the root's end is used last, hence evicted last
             self._lru[node] = None
             self._lru.move_to_end(node)
         while self.held_tokens > self.capacity_tokens:
-            self._drop(next(iter(self._lru)))
+            self._trim(next(iter(self._lru)), self.held_tokens - self.capacity_tokens)
 
     def drop_below(self, key: bytes, depth_rungs: int) -> None:
         """Forget all that lies below the first `depth_rungs` rungs of `key`."""
-        path = self.path(key)
-        if len(path) <= depth_rungs:
+        path, held = self._walk(key)
+        if held <= depth_rungs:
             return
-        subtree = [path[depth_rungs]]
+        first = next(node for node in path if node.start + len(node.edge) // RUNG_BYTES > depth_rungs)
+        subtree = list(first.children.values())
         for node in subtree:
             subtree.extend(node.children.values())
         for node in reversed(subtree):
             self._drop(node)
+        self._shorten(first, depth_rungs)
+
+    def _walk(self, key: bytes) -> tuple[list[_Node], int]:
+        """The nodes along `key`, of which the last may be held in part only, and the number of rungs held."""
+        node, path, at = self._root, [], 0
+        while at < len(key):
+            child = node.children.get(key[at : at + RUNG_BYTES])
+            if child is None:
+                break
+            path.append(child)
+            if not key.startswith(child.edge, at):
+                at += RUNG_BYTES * shared_rungs(child.edge, key[at : at + len(child.edge)])
+                break
+            at += len(child.edge)
+            node = child
+        return path, at // RUNG_BYTES
+
+    def _grow(self, parent: _Node, start: int, edge: bytes, tokens: int) -> _Node:
+        child = _Node(parent, start, edge, tokens)
+        if edge:
+            parent.children[edge[:RUNG_BYTES]] = child
+        self.held_tokens += tokens
+        return child
+
+    def _split(self, node: _Node, end: int) -> _Node:
+        """A new node above `node` that takes its rungs up to `end`; it has yet to get its place in the LRU."""
+        parent, n_bytes = node.parent, (end - node.start) * RUNG_BYTES
+        assert parent is not None  # the root has no rungs
+        upper = _Node(parent, node.start, node.edge[:n_bytes], _tokens_between(node.start, end))
+        parent.children[upper.edge[:RUNG_BYTES]] = upper
+        node.parent, node.start, node.edge = upper, end, node.edge[n_bytes:]
+        node.tokens -= upper.tokens
+        upper.children[node.edge[:RUNG_BYTES]] = node
+        return upper
+
+    def _trim(self, leaf: _Node, tokens: int) -> None:
+        """Forget so many tokens of a leaf's tail, in whole rungs, or all of it."""
+        kept = rungs_covered(rungs_to_tokens(leaf.start) + leaf.tokens - tokens) if leaf.edge else 0
+        self._shorten(leaf, kept)
+
+    def _shorten(self, leaf: _Node, end: int) -> None:
+        """Keep only the rungs of a leaf that lie above `end`."""
+        if end <= leaf.start:
+            self._drop(leaf)
+            return
+        leaf.edge = leaf.edge[: (end - leaf.start) * RUNG_BYTES]
+        kept = _tokens_between(leaf.start, end)
+        self.held_tokens -= leaf.tokens - kept
+        leaf.tokens = kept
 
     def _drop(self, node: _Node) -> None:
         del self._lru[node]
         self.held_tokens -= node.tokens
-        if node.edge is not None and node.parent is not None:
-            del node.parent.children[node.edge]
+        if node.edge and node.parent is not None:
+            del node.parent.children[node.edge[:RUNG_BYTES]]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tree, the LRU and the count agree."""
+        places = {node: place for place, node in enumerate(self._lru)}
+        linked = [self._root]
+        for node in linked:
+            end = node.start + len(node.edge) // RUNG_BYTES
+            for rung, child in node.children.items():
+                assert child.parent is node, "a child does not know its parent"
+                assert child.edge.startswith(rung), "a child is under another's rung"
+                assert child.start == end, "a rung is missing between two nodes"
+                assert node is self._root or places[child] < places[node], "a node is older than its child"
+            linked.extend(node.children.values())
+        assert set(linked[1:]) == {node for node in places if node.edge}, "the LRU has not the nodes of the tree"
+        assert self.held_tokens == sum(node.tokens for node in places), "the tokens held are miscounted"
+        assert self.held_tokens <= self.capacity_tokens, "more is held than fits"
+
+
+def _tokens_between(start_rungs: int, end_rungs: int) -> int:
+    return rungs_to_tokens(end_rungs) - rungs_to_tokens(start_rungs)
 
 
 class Ledger:
@@ -120,10 +183,10 @@ class Ledger:
         """The boot is gone, and its cache with it. Idempotent."""
         self._maps.pop(boot_id, None)
 
-    def record(self, boot_id: int, key: bytes, prompt_tokens: int) -> None:
-        """A job was placed on the boot. Without effect for a boot that is not open."""
+    def record(self, boot_id: int, key: bytes, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """A job was placed on the boot, which will also hold its output. Without effect for a boot that is not open."""
         if boot_id in self._maps:
-            self._maps[boot_id].add(key, prompt_tokens)
+            self._maps[boot_id].add(key, prompt_tokens, output_tokens)
 
     def correct(self, boot_id: int, key: bytes, measured_cached_tokens: int, prompt_tokens: int) -> None:
         """The engine served only so much of a job that it then computed in full.
@@ -135,7 +198,7 @@ class Ledger:
             return
         held = self._maps[boot_id]
         held.drop_below(key, rungs_covered(measured_cached_tokens))
-        held.add(key, prompt_tokens)
+        held.add(key, prompt_tokens, 0)
 
     def held_tokens(self, boot_id: int) -> int:
         """Tokens that the map thinks the boot's cache holds; at most its capacity."""
@@ -145,7 +208,7 @@ class Ledger:
         """Tokens of the prompt that the boot should serve from cache."""
         if boot_id not in self._maps:
             return 0
-        shared = rungs_to_tokens(len(self._maps[boot_id].path(key)))
+        shared = rungs_to_tokens(self._maps[boot_id].rungs_held(key))
         return cacheable_tokens(shared, prompt_tokens, block_size)
 
     def choose(self, key: bytes, prompt_tokens: int, boots: Sequence[BootView]) -> Choice | None:
@@ -161,3 +224,8 @@ class Ledger:
             if best is None or (seconds, -cached) < (best.seconds, -best.predicted_cached_tokens):
                 best = choice
         return best
+
+    def check(self) -> None:
+        """Raise AssertionError unless every map is sound."""
+        for held in self._maps.values():
+            held.check()

@@ -82,6 +82,7 @@ class Limits:
     slide_share: float = 0.03  # of the makespan that a cut may cost to fall where less is shared
     scatter_work_share: float = 0.06  # dealing out may compute again so much of all work ...
     scatter_hit_share: float = 0.02  # ... and so much of the tokens that the cache would have served
+    contended_seconds: float = 2.0  # of estimated work in a cohort while several tenants wait: who shares takes turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,15 +168,23 @@ def _predict(shared: IntArray, prompt_tokens: IntArray, view: InstanceView) -> I
     return predicted
 
 
-def predict_cached_tokens(keys: Sequence[bytes], prompt_tokens: IntArray, view: InstanceView) -> IntArray:
-    """int64[n]: what the instance should serve from cache of jobs that run on it in this order after `held_key`."""
+def follow(keys: Sequence[bytes], prompt_tokens: IntArray, view: InstanceView) -> tuple[IntArray, IntArray]:
+    """For jobs that run on an instance in the order given, after its `held_key`: int64[n] tokens that each shares with
+    the one before it, and int64[n] tokens that the instance should serve from cache."""
     shared = neighbour_shared_tokens(keys)
     if len(keys) and view.held_key is not None:
         shared[0] = shared_tokens(view.held_key, keys[0])
-    return _predict(shared, prompt_tokens, view)
+    return shared, _predict(shared, prompt_tokens, view)
 
 
-def _seconds(cached: IntArray, prompt_tokens: IntArray, output_tokens: IntArray, view: InstanceView) -> cut.FloatArray:
+def predict_cached_tokens(keys: Sequence[bytes], prompt_tokens: IntArray, view: InstanceView) -> IntArray:
+    """The second of what `follow` gives."""
+    return follow(keys, prompt_tokens, view)[1]
+
+
+def estimated_seconds(
+    cached: IntArray, prompt_tokens: IntArray, output_tokens: IntArray, view: InstanceView
+) -> cut.FloatArray:
     """Cost of each job; nothing for one that the engine will refuse."""
     prefill = (prompt_tokens - cached) / view.rates.prefill_tokens_per_second
     seconds = prefill + output_tokens / view.rates.decode_tokens_per_second
@@ -191,7 +200,7 @@ def _costs(jobs: _Sorted, instances: Sequence[InstanceView]) -> list[cut.RunCost
         kind = (view.block_size, view.kv_capacity_tokens, view.rates)
         if kind not in made:
             cached = _predict(jobs.shared, jobs.prompt_tokens, view)
-            seconds = _seconds(cached, jobs.prompt_tokens, jobs.output_tokens, view)
+            seconds = estimated_seconds(cached, jobs.prompt_tokens, jobs.output_tokens, view)
             made[kind] = cut.RunCosts(
                 cumulative_seconds=np.concatenate(([0.0], np.cumsum(seconds))),
                 cold_seconds=cached / view.rates.prefill_tokens_per_second,
@@ -321,7 +330,7 @@ def _cohorts(number: int, run: IntArray, jobs: _Sorted, view: InstanceView, limi
         shared[index] = 0 if before is None else shared_tokens(before, jobs.keys[run[index]])
     prompt_tokens, body_bytes = jobs.prompt_tokens[run], jobs.body_bytes[run]
     predicted = _predict(shared, prompt_tokens, view)
-    seconds = _seconds(predicted, prompt_tokens, jobs.output_tokens[run], view)
+    seconds = estimated_seconds(predicted, prompt_tokens, jobs.output_tokens[run], view)
     first = ~shares_group(shared, prompt_tokens, np.concatenate((prompt_tokens[:1], prompt_tokens[:-1])))
     cumulative = np.concatenate(([0.0], np.cumsum(seconds)))
     ends = cut.chop(

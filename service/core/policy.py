@@ -26,6 +26,7 @@ class Arrivals:
     owners: IntArray  # a batch's number: its jobs can be dropped together
     flows: IntArray  # a tenant's number: tenants share the fleet by weight
     deadlines: FloatArray  # seconds on the driver's clock, inf for none
+    priorities: IntArray | None = None  # classes, the higher the sooner; None: all of one class
 
 
 class Policy(Protocol):

@@ -10,6 +10,7 @@ worker admits only what fits.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,21 @@ class CostModel:
         once = self.step_seconds + decoding * self.decode_sequence_seconds
         return once * steps + prefill_tokens * self.prefill_token_seconds + context_tokens * self.context_token_seconds
 
+    def steps_until(self, seconds: float, *, prefill_tokens: int, decoding: int, context_tokens: int) -> int:
+        """The fewest steps, 1 or more, that last `seconds`: prefill in the first, every context a token longer in each.
+
+        `context_tokens` is the sum over the decoding sequences in the first step. Time is quadratic in the steps.
+        """
+        rest = seconds - prefill_tokens * self.prefill_token_seconds
+        square = decoding * self.context_token_seconds / 2
+        once = self.step_seconds + decoding * self.decode_sequence_seconds
+        linear = once + context_tokens * self.context_token_seconds - square
+        if rest <= 0 or linear <= 0:
+            return 1
+        # The usual formula, turned round so that it holds for square = 0 too.
+        steps = 2 * rest / (linear + math.sqrt(linear * linear + 4 * square * rest))
+        return max(1, math.ceil(steps))
+
 
 DEFAULT_COST = CostModel()
 
@@ -68,9 +84,10 @@ class FinishedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Time that passed (0 when there was nothing to do), and the jobs that ended with it."""
+    """Time that passed (0 when there was nothing to do), the jobs that it began with, and those that ended with it."""
 
     seconds: float
+    admitted: tuple[int, ...]  # job ids
     finished: tuple[FinishedJob, ...]
 
 
@@ -114,6 +131,11 @@ class SimulatedEngineCore:
         self._context_tokens = 0  # of all decoding sequences, before the next step
 
     @property
+    def has_room(self) -> bool:
+        """Nobody waits, and another sequence may run: a job that comes now begins with the next step, if it fits."""
+        return self._running < self._max_num_seqs and len(self._sequences) == self._running
+
+    @property
     def is_idle(self) -> bool:
         """Nothing waits and nothing runs."""
         return not self._sequences
@@ -148,17 +170,30 @@ class SimulatedEngineCore:
         self.cache.release(sequence.blocks)
         return True
 
-    def step(self, *, leap: bool = False) -> StepReport:
-        """One engine step; with `leap`, as many as pass before anything but decoding can happen."""
+    def step(self, *, leap: bool = False, horizon_seconds: float = math.inf) -> StepReport:
+        """One engine step; with `leap`, as many as pass before anything but decoding can happen, but none that begins
+        after the horizon."""
         self._drop_aborted()
         decoding = self._running - len(self._prefilling)
         budget = self._max_batched_tokens - decoding
         budget = self._prefill(self._prefilling, budget)
+        before = len(self._prefilling)
         budget = self._admit(budget)
+        admitted = tuple(sequence.job.job_id for sequence in self._prefilling[before:])
         prefill_tokens = self._max_batched_tokens - decoding - budget
         if not self._running:
-            return StepReport(seconds=0.0, finished=())
-        steps = self._decoding[0][0] - self._steps if leap and not self._prefilling else 1
+            return StepReport(seconds=0.0, admitted=(), finished=())
+        steps = 1
+        if leap and not self._prefilling:
+            steps = self._decoding[0][0] - self._steps
+            if horizon_seconds < math.inf:
+                within = self._cost.steps_until(
+                    horizon_seconds,
+                    prefill_tokens=prefill_tokens,
+                    decoding=decoding,
+                    context_tokens=self._context_tokens,
+                )
+                steps = min(steps, within)
         context_tokens = steps * self._context_tokens + decoding * (steps * (steps - 1) // 2)
         seconds = self._cost.seconds(
             prefill_tokens=prefill_tokens, decoding=decoding, context_tokens=context_tokens, steps=steps
@@ -166,7 +201,7 @@ class SimulatedEngineCore:
         self._steps += steps
         self._context_tokens += decoding * steps
         self._begin_decoding()
-        return StepReport(seconds=seconds, finished=tuple(self._finish()))
+        return StepReport(seconds=seconds, admitted=admitted, finished=tuple(self._finish()))
 
     def _n_blocks(self, job: SimulatedJob) -> int:
         return -(-self._held_tokens(job) // self.cache.block_size)
@@ -189,14 +224,18 @@ class SimulatedEngineCore:
         """Compute the next chunk of each, in order, while the budget lasts; what is left of it."""
         for sequence in sequences:
             chunk = min(sequence.job.prompt_tokens - sequence.computed_tokens, budget)
+            if not chunk:
+                continue
+            before = sequence.computed_tokens
             sequence.computed_tokens += chunk
             budget -= chunk
-            self._publish(sequence)
+            self._publish(sequence, before)
         return budget
 
-    def _publish(self, sequence: _Sequence) -> None:
+    def _publish(self, sequence: _Sequence, before_tokens: int) -> None:
+        """The blocks that were not full yet when `before_tokens` were computed."""
         assert sequence.ids is not None  # made on admission
-        first = sequence.cached_tokens // self.cache.block_size
+        first = before_tokens // self.cache.block_size
         last = sequence.computed_tokens // self.cache.block_size
         for number in range(first, last):
             self.cache.publish(sequence.blocks[number], sequence.ids[number])

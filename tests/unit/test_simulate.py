@@ -1,25 +1,14 @@
-"""service.core.simulate: the bound with room enough, a plain LRU one at a time, and vLLM's habits in between."""
+"""service.core.simulate: a plain LRU with one sequence at a time, and vLLM's habits with more."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefixes import backlog, instance, jobs, key_of
+from prefixes import jobs, key_of
 
-from service.core import prefix
 from service.core.blockcache import check_cache
-from service.core.plan import plan
-from service.core.simulate import (
-    CostModel,
-    FinishedJob,
-    SimulatedEngineCore,
-    SimulatedJob,
-    planned_order,
-    replay,
-    round_robin,
-)
+from service.core.simulate import CostModel, FinishedJob, SimulatedEngineCore, SimulatedJob
 
 Jobs = list[tuple[list[int], int, int, int]]
 UNIT_COST = CostModel(
@@ -49,32 +38,6 @@ def drain(core: SimulatedEngineCore, *, leap: bool = False) -> tuple[float, dict
         check_cache(core.cache)
     assert core.cache.free_blocks == core.cache.capacity_blocks
     return seconds, finished
-
-
-@given(
-    jobs,
-    st.integers(1, 8),
-    st.sampled_from([8, 40, 4096]),
-    st.sampled_from([16, 32, 64]),
-)
-def test_one_engine_with_unbounded_cache_reaches_the_bound(
-    made: Jobs, max_num_seqs: int, max_batched_tokens: int, block_size: int
-) -> None:
-    """In key order, whatever the batching: a prefix is published no later than the next job is admitted."""
-    waiting = backlog(made)
-    order, assignment = planned_order(waiting.job_ids, plan(waiting, [instance(block_size=block_size)]))
-    requests = simulated(made)
-    result = replay(
-        [requests[index] for index in order],
-        assignment,
-        instances=1,
-        block_size=block_size,
-        capacity_blocks=10_000,
-        max_num_seqs=max_num_seqs,
-        max_batched_tokens=max_batched_tokens,
-    )
-    assert result.cached_tokens == prefix.bound_tokens(waiting.keys, waiting.prompt_tokens, block_size)
-    assert result.prompt_tokens == waiting.prompt_tokens.sum()
 
 
 def plain_lru(requests: list[SimulatedJob], capacity_blocks: int) -> list[int]:
@@ -178,6 +141,37 @@ def test_a_budget_below_the_sequences_and_jobs_that_never_fit_are_refused() -> N
         core.submit(job)
 
 
+@given(
+    seconds=st.floats(0, 50),
+    prefill=st.integers(0, 1000),
+    decoding=st.integers(0, 9),
+    context=st.integers(0, 10_000),
+    context_seconds=st.sampled_from([0.0, 1e-7, 1e-3]),
+)
+def test_steps_until_counts_the_fewest_that_last_so_long(
+    seconds: float, prefill: int, decoding: int, context: int, context_seconds: float
+) -> None:
+    cost = CostModel(step_seconds=0.5, prefill_token_seconds=0.01, context_token_seconds=context_seconds)
+    counted, passed = 0, 0.0
+    while counted == 0 or passed < seconds:
+        tokens = context + counted * decoding
+        passed += cost.seconds(prefill_tokens=0 if counted else prefill, decoding=decoding, context_tokens=tokens)
+        counted += 1
+    found = cost.steps_until(seconds, prefill_tokens=prefill, decoding=decoding, context_tokens=context)
+    assert found == counted or (abs(found - counted) == 1 and abs(passed - seconds) < 1e-6 + 0.51 * (found > counted))
+
+
+def test_a_leap_ends_at_the_horizon() -> None:
+    core = engine()
+    core.submit(SimulatedJob(job_id=1, key=b"", prompt_tokens=10, output_tokens=100))
+    assert core.step().admitted == (1,)
+    assert core.has_room
+    report = core.step(leap=True, horizon_seconds=6.5)
+    assert (report.seconds, report.admitted, report.finished) == (7.0, (), ())
+    assert core.step(leap=True, horizon_seconds=0.0).seconds == 1.0
+    assert core.step(leap=True).seconds == 91.0
+
+
 @given(jobs, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4)), max_size=20), st.integers(9, 40))
 def test_aborts_free_what_they_held(made: Jobs, aborts: list[tuple[int, int]], capacity: int) -> None:
     core = engine(capacity_blocks=capacity, max_num_seqs=3, max_batched_tokens=40, cost=CostModel())
@@ -213,49 +207,3 @@ def test_an_aborted_job_may_come_again() -> None:
     core.submit(job)
     _, finished = drain(core)
     assert finished[0].cached_tokens == 64
-
-
-def test_a_replay_counts_by_instance_and_refuses_what_never_fits() -> None:
-    made: Jobs = [([group] * 4, 1 + n, 2, 0) for n in range(6) for group in (1, 2)] + [([7] * 50, 1, 1, 0)]
-    result = replay(
-        simulated(made),
-        round_robin(len(made), 2),
-        instances=3,
-        block_size=32,
-        capacity_blocks=40,
-        max_num_seqs=2,
-        max_batched_tokens=256,
-    )
-    assert [part.jobs for part in result.instances] == [6, 6, 0]
-    assert [part.refused_jobs for part in result.instances] == [1, 0, 0]
-    assert [part.cached_tokens for part in result.instances] == [5 * 128, 5 * 128, 0]
-    assert result.hit_rate == 1280 / sum(32 * len(path) + extra for path, extra, _, _ in made[:-1])
-    assert result.max_over_mean == pytest.approx(1.5, rel=0.01)
-    assert len(result.finished) == 12
-
-
-@given(jobs, st.integers(1, 4))
-def test_a_plan_is_replayed_in_its_own_order(made: Jobs, n_instances: int) -> None:
-    waiting = backlog(made)
-    cohorts = plan(waiting, [instance(queue=str(number)) for number in range(n_instances)])
-    order, assignment = planned_order(waiting.job_ids, cohorts)
-    assert sorted(order.tolist()) == list(range(len(made)))
-    assert waiting.job_ids[order].tolist() == [i for cohort in cohorts for i in cohort.job_ids.tolist()]
-    assert assignment.tolist() == [cohort.instance for cohort in cohorts for _ in cohort.job_ids]
-    requests = simulated(made)
-    result = replay(
-        [requests[index] for index in order],
-        assignment,
-        instances=n_instances,
-        block_size=32,
-        capacity_blocks=10_000,
-        max_num_seqs=4,
-        max_batched_tokens=512,
-    )
-    predicted = sum(int(cohort.predicted_cached_tokens.sum()) for cohort in cohorts)
-    assert result.cached_tokens == predicted
-
-
-def test_no_plan_is_an_empty_order() -> None:
-    order, assignment = planned_order(np.zeros(0, dtype=np.int64), [])
-    assert len(order) == len(assignment) == 0

@@ -1,0 +1,298 @@
+"""One tenant's backlog and the plan in force for it. DESIGN.md section 6, steps 1 to 8.
+
+The whole backlog (or a window of it) is planned at once, and stays in memory as runs of pieces; cohorts are taken from
+the heads. A new plan is made when what came since exceeds a fifth of what waits, when the fleet changes, and, where
+deadlines are tight, as work proceeds. In between a late arrival joins the run that shares most with it, and an
+instance that runs dry takes the tail of another: neither looks at the rest of the backlog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.core import cut, plan, steal
+from service.core.pending import Pending
+from service.core.phases import split_phases
+from service.core.plan import InstanceView, Limits, PlannedCohort
+from service.core.policy import Arrivals
+from service.core.prefix import (
+    IntArray,
+    cacheable_tokens,
+    prefix_groups,
+    shared_tokens,
+    shares_group,
+    sort_order,
+)
+from service.core.runs import Piece, Runs, most_shared, place_in
+
+_REPLAN_SHARE = 0.2  # of what waits: more than that came since the plan was made
+_TIGHT_SHARE = 0.05  # of what was planned is done, where deadlines are tight
+_PAUSE_SECONDS_PER_JOB = 2e-5  # between two plans: three times what planning takes, so most of the time is for feeding
+_PACK_ABOVE = 4096  # slots: below that there is no memory to win
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Fleet:
+    """What all flows see of the instances. The driver's, changed in place."""
+
+    views: list[InstanceView] = dataclasses.field(default_factory=list)
+    out_seconds: list[float] = dataclasses.field(default_factory=list)  # estimated, of what was taken and is not done
+
+
+class FlowPlan:
+    """`servers` in calls: instances' worth of this flow's estimated work that is done per second."""
+
+    def __init__(self, limits: Limits, window_jobs: int | None, fleet: Fleet) -> None:
+        self._limits = limits
+        self._window_jobs = window_jobs
+        self._fleet = fleet
+        self._pending = Pending()
+        self._runs = Runs(len(fleet.views))
+        self._held: list[bytes | None] = [view.held_key for view in fleet.views]  # key taken last, by instance
+        self._planned = 0  # jobs in runs
+        self._came = 0  # jobs since the plan was made, in runs or not
+        self._planned_then = 0
+        self._planned_at = -np.inf
+        self._is_stale = False  # the fleet is another
+        self._is_tight = False  # a deadline decides the order
+        self._earliest = np.inf  # deadline
+
+    @property
+    def count(self) -> int:
+        """Jobs that wait."""
+        return self._pending.count
+
+    @property
+    def seconds(self) -> float:
+        """Estimated, of the jobs in runs."""
+        return sum(self._runs.seconds)
+
+    def add(self, arrivals: Arrivals, now_seconds: float, servers: float) -> None:
+        """Jobs come: many wait for the next plan, few join the present one."""
+        before = self._planned
+        slots = self._pending.extend(arrivals)
+        self._came += len(slots)
+        self._earliest = min(self._earliest, float(arrivals.deadlines.min(initial=np.inf)))
+        is_full = self._window_jobs is not None and self._pending.count > self._window_jobs
+        if is_full or self._came > _REPLAN_SHARE * before:
+            return
+        for slot in slots:
+            self._join(slot, now_seconds, servers)
+
+    def drop(self, owner: int) -> None:
+        """Forget an owner's jobs."""
+        if not self._pending.drop(owner):
+            return
+        kept = Runs(len(self._fleet.views))
+        self._planned = 0
+        for piece in self._runs:
+            slots = self._pending.alive(piece.slots)
+            if slots:
+                seconds = piece.seconds * len(slots) / len(piece.slots)
+                kept.append(piece.instance, Piece(slots, first_key=self._pending.keys[slots[0]], seconds=seconds))
+                self._planned += len(slots)
+        self._runs = kept
+
+    def change_fleet(self, origins: Sequence[int | None]) -> None:
+        """The fleet was changed: for each instance now, its index before, None for a new one. Runs whose instance is
+        gone go to those with the least work, until the next plan."""
+        old, held = self._runs, self._held
+        self._runs = Runs(len(origins))
+        self._held = [
+            view.held_key if origin is None else held[origin]
+            for origin, view in zip(origins, self._fleet.views, strict=True)
+        ]
+        index = {origin: number for number, origin in enumerate(origins) if origin is not None}
+        if not origins:
+            self._planned = 0
+        for piece in old if origins else ():
+            target = index.get(piece.instance)
+            if target is None:
+                target = int(np.argmin(self._runs.seconds))
+            self._runs.append(target, piece)
+        self._is_stale = True
+
+    def refresh(self, now_seconds: float, servers: float) -> None:
+        """Plan anew where that is due."""
+        if self._is_due(now_seconds, servers):
+            self._plan(now_seconds, servers)
+
+    def take(self, instance: int, max_seconds: float) -> PlannedCohort | None:
+        """The next cohort of an instance: of its own run, or the tail of another's. At most `max_seconds` of estimated
+        work where that is more than one job."""
+        piece = self._runs.pop_head(instance) or self._stolen(instance)
+        if piece is None:
+            return None
+        backlog = self._pending.backlog(np.array(piece.slots, dtype=np.int64))
+        view = dataclasses.replace(self._fleet.views[instance], held_key=self._held[instance])
+        shared, cached = plan.follow(backlog.keys, backlog.prompt_tokens, view)
+        seconds = plan.estimated_seconds(cached, backlog.prompt_tokens, backlog.output_tokens, view)
+        n = self._fitting(seconds, backlog.body_bytes, max_seconds)
+        if n < len(piece.slots):
+            rest = Piece(piece.slots[n:], first_key=backlog.keys[n], seconds=float(seconds[n:].sum()))
+            self._runs.append_head(instance, rest)
+        prompts = backlog.prompt_tokens
+        first = ~shares_group(shared, prompts, np.concatenate((prompts[:1], prompts[:-1])))
+        self._held[instance] = backlog.keys[n - 1]
+        slots = piece.slots[:n]
+        cohort = PlannedCohort(
+            instance=instance,
+            job_ids=self._pending.column("job_ids", slots),
+            predicted_cached_tokens=cached[:n],
+            first_of_group=first[:n],
+            estimated_seconds=float(seconds[:n].sum()),
+            body_bytes=int(backlog.body_bytes[:n].sum()),
+            prompt_tokens=int(prompts[:n].sum()),
+            first_key=backlog.keys[0],
+            last_key=backlog.keys[n - 1],
+        )
+        self._pending.take(slots)
+        self._planned -= n
+        if len(self._pending) > _PACK_ABOVE and 2 * self._pending.count < len(self._pending):
+            self._runs.renumber(self._pending.pack())
+        return cohort
+
+    def _fitting(self, seconds: cut.FloatArray, body_bytes: IntArray, max_seconds: float) -> int:
+        """How many of the jobs, from the first, one cohort takes."""
+        n = min(len(seconds), self._limits.cohort_jobs)
+        n = min(n, int(np.searchsorted(np.cumsum(body_bytes), self._limits.cohort_bytes, side="right")))
+        n = min(n, int(np.searchsorted(np.cumsum(seconds), max_seconds, side="right")))
+        return max(n, 1)
+
+    def _is_due(self, now_seconds: float, servers: float) -> bool:
+        waiting = self._pending.count
+        if not waiting or not self._fleet.views:
+            return False
+        if not self._planned:
+            return True
+        if now_seconds < self._planned_at + _PAUSE_SECONDS_PER_JOB * self._planned_then:
+            return False
+        beyond = waiting - self._planned
+        if self._window_jobs is not None and beyond:
+            is_refill = 2 * self._planned <= self._window_jobs
+            if is_refill:
+                return True
+        elif self._came > _REPLAN_SHARE * waiting:
+            return True
+        self._is_tight = self._is_tight or now_seconds + self.seconds / servers > self._earliest
+        done = self._planned_then - self._planned
+        return self._is_stale or (self._is_tight and done > _TIGHT_SHARE * self._planned_then)
+
+    def _plan(self, now_seconds: float, servers: float) -> None:
+        """Runs made anew from all that waits, or from a window of it: the earliest deadlines, then the first come."""
+        self._pending.pack()
+        slots = self._pending.alive_slots()
+        deadlines = self._pending.deadlines(slots)
+        self._earliest = float(deadlines.min())
+        if self._window_jobs is not None and len(slots) > self._window_jobs:
+            slots = np.sort(slots[np.argsort(deadlines, kind="stable")[: self._window_jobs]])
+        self._runs = Runs(len(self._fleet.views))
+        phases = self._phases(slots, now_seconds, servers)
+        held = list(self._held)
+        for phase in phases:
+            views = [
+                dataclasses.replace(view, held_key=key, load_seconds=out + planned)
+                for view, key, out, planned in zip(
+                    self._fleet.views, held, self._fleet.out_seconds, self._runs.seconds, strict=True
+                )
+            ]
+            for cohort in plan.plan(self._pending.backlog(phase), views, self._limits):
+                piece = Piece(cohort.job_ids.tolist(), first_key=cohort.first_key, seconds=cohort.estimated_seconds)
+                self._runs.append(cohort.instance, piece)
+                held[cohort.instance] = cohort.last_key
+        self._planned = self._planned_then = len(slots)
+        self._planned_at, self._came = now_seconds, 0
+        self._is_stale, self._is_tight = False, len(phases) > 1
+
+    def _phases(self, slots: IntArray, now_seconds: float, servers: float) -> list[IntArray]:
+        """The slots in one phase, or in several where deadlines ask for it."""
+        deadlines = self._pending.deadlines(slots)
+        if not np.isfinite(deadlines).any():
+            return [slots]
+        backlog = self._pending.backlog(slots)
+        order = sort_order(backlog.keys, backlog.prompt_tokens)
+        keys = [backlog.keys[place] for place in order.tolist()]
+        prompts, view = backlog.prompt_tokens[order], self._fleet.views[0]
+        _, cached = plan.follow(keys, prompts, dataclasses.replace(view, held_key=None))
+        seconds = plan.estimated_seconds(cached, prompts, backlog.output_tokens[order], view)
+        out = sum(self._fleet.out_seconds) / len(self._fleet.views)
+        parts = split_phases(
+            seconds=seconds,
+            deadlines=deadlines[order],
+            groups=prefix_groups(keys, prompts),
+            arrivals=slots[order],
+            now_seconds=now_seconds + out,
+            servers=servers,
+            slack_seconds=min(self._limits.cohort_seconds, float(seconds.sum()) / servers / self._limits.cohort_share),
+        )
+        return [slots[order[part]] for part in parts]
+
+    def _stolen(self, thief: int) -> Piece | None:
+        """The tail of the run with most work left, or half of it, where that ends sooner than it would at home."""
+        loads = [self._load(number) for number in range(len(self._fleet.views))]
+        wish = steal.steal_from(loads, thief)
+        if wish is None:
+            return None
+        piece = self._runs.pop_tail(wish.victim)
+        if not wish.halve:
+            return piece
+        backlog = self._pending.backlog(np.array(piece.slots, dtype=np.int64))
+        shared, cached = plan.follow(backlog.keys, backlog.prompt_tokens, self._fleet.views[wish.victim])
+        seconds = plan.estimated_seconds(
+            cached, backlog.prompt_tokens, backlog.output_tokens, self._fleet.views[wish.victim]
+        )
+        at = steal.halve(seconds, shared)
+        kept = Piece(piece.slots[:at], first_key=backlog.keys[0], seconds=float(seconds[:at].sum()))
+        self._runs.append(wish.victim, kept)
+        return Piece(piece.slots[at:], first_key=backlog.keys[at], seconds=float(seconds[at:].sum()))
+
+    def _load(self, number: int) -> steal.InstanceLoad:
+        lane = self._runs.lane(number)
+        return steal.InstanceLoad(
+            seconds_left=self._runs.seconds[number] + self._fleet.out_seconds[number],
+            stealable_cohorts=len(lane),
+            tail_seconds=lane[-1].seconds if lane else 0.0,
+            tail_jobs=len(lane[-1].slots) if lane else 0,
+        )
+
+    def _join(self, slot: int, now_seconds: float, servers: float) -> None:
+        """A late arrival joins the run that shares most with it, at its place in key order, unless that instance has
+        more work above the mean than sharing saves. One that is due before all is done goes to the head."""
+        keys, prompt = self._pending.keys, self._pending.prompt_tokens(slot)
+        key = keys[slot]
+        loads = [run + out for run, out in zip(self._runs.seconds, self._fleet.out_seconds, strict=True)]
+        best, target, piece, place = 0, -1, None, 0
+        for candidate in self._runs.neighbours(key):
+            at = place_in(candidate, keys, key)
+            tokens = most_shared(candidate, at, keys, key)
+            if piece is None or tokens > best:
+                best, target, piece, place = tokens, candidate.instance, candidate, at
+        for number, held in enumerate(self._held):
+            tokens = shared_tokens(held, key) if held is not None else 0
+            if tokens > best:
+                best, target, piece = tokens, number, None
+        is_urgent = now_seconds + self.seconds / servers > float(self._pending.deadlines([slot])[0])
+        if target < 0 or self._is_overloaded(target, best, loads):
+            best, target, piece = 0, int(np.argmin(loads)), None
+        view = self._fleet.views[target]
+        cached = cacheable_tokens(best, prompt, view.block_size)
+        seconds = self._job_seconds(slot, cached, view)
+        self._planned += 1
+        if piece is not None and not is_urgent:
+            self._runs.insert(piece, place, slot, key, seconds)
+            return
+        alone = Piece([slot], first_key=key, seconds=seconds)
+        add = self._runs.append_head if best or is_urgent else self._runs.append
+        add(target, alone)
+
+    def _is_overloaded(self, number: int, shared: int, loads: Sequence[float]) -> bool:
+        saved_seconds = shared / self._fleet.views[number].rates.prefill_tokens_per_second
+        return loads[number] > sum(loads) / len(loads) + saved_seconds
+
+    def _job_seconds(self, slot: int, cached_tokens: int, view: InstanceView) -> float:
+        cached = np.array([cached_tokens], dtype=np.int64)
+        prompts, outputs = self._pending.column("prompt_tokens", [slot]), self._pending.column("output_tokens", [slot])
+        return float(plan.estimated_seconds(cached, prompts, outputs, view)[0])

@@ -1,0 +1,135 @@
+"""What ran on one boot: tells a prefix that was evicted from one that never was here, or was still being computed.
+
+Times are seconds on one clock of the caller's. The cache is measured by a clock of its own: the tokens that jobs have
+written into it. A block that nobody used while more was written than the cache holds may be gone; one that was used
+when less than half of that was written cannot be, where nobody else uses the engine.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from service.core.prefix import RUNG_BYTES, rungs_covered, shared_tokens
+
+# Keys of some hundred bytes each, in each of two generations. What is older is evicted in all but the largest caches.
+_KEPT_JOBS = 10_000
+_NEIGHBOURS = 32  # looked at on either side in key order
+_SURE_SHARE = 0.5  # of the capacity: the rest is for what runs, and for what we do not see exactly
+
+
+class Neighbour(StrEnum):
+    """Where the prefix that a job was to find had been computed."""
+
+    COMPUTED = "computed"  # here, before the job was fed, and too little was written since to evict it
+    OLD = "old"  # here, before the job was fed; what was written since may have evicted it
+    IN_FLIGHT = "in_flight"  # here, at the same time or not yet
+    FORMER = "former"  # on an earlier boot of this instance
+    NOWHERE = "nowhere"  # not here, as far as is remembered
+
+
+@dataclass(slots=True)
+class _Generation:
+    """Jobs that ended, by key, and by the prefix that each was predicted to find."""
+
+    keys: list[bytes] = field(default_factory=list)  # sorted, each once
+    ends: dict[bytes, tuple[float, int]] = field(default_factory=dict)  # key -> (when, tokens written until then)
+    by_prefix: dict[bytes, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    jobs: int = 0
+
+    def add(self, key: bytes, prefix: bytes, ended_at: float, written_tokens: int) -> None:
+        self.jobs += 1
+        if key not in self.ends:
+            bisect.insort(self.keys, key)
+        self.ends[key] = (ended_at, written_tokens)
+        if prefix:
+            bisect.insort(self.by_prefix[prefix], (ended_at, written_tokens))
+
+    def uses(self, key: bytes, prefix: bytes, tokens: int, fed_at: float) -> Iterator[tuple[float, int]]:
+        """Some ends of jobs that share `tokens` with the key: the last before `fed_at`, and those next in key order."""
+        same = self.by_prefix.get(prefix, [])
+        before = bisect.bisect_right(same, fed_at, key=lambda use: use[0])
+        yield from same[max(0, before - 1) : before + 1]
+        yield from (self.ends[other] for other in sharing(self.keys, key, tokens))
+
+
+class History:
+    """Filled and asked by whoever ends jobs. Not safe for threads.
+
+    `capacity_tokens` is what the cache holds (None: nobody knows), `most_running` how many jobs run at once.
+    """
+
+    def __init__(
+        self, *, capacity_tokens: int | None = None, most_running: int = 1, former_keys: Iterable[bytes] = ()
+    ) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._most_running = most_running
+        self._former = sorted(set(former_keys))
+        self._waiting: list[bytes] = []  # sorted: handed to the engine or about to be, and not ended
+        self._old, self._new = _Generation(), _Generation()
+        self._written_tokens = 0
+        self._ended = 0
+
+    def keys(self) -> list[bytes]:
+        """Keys of what ended here, for the next boot of the instance."""
+        return [*self._old.ends, *self._new.ends]
+
+    def expect(self, key: bytes) -> None:
+        """A job is to run here."""
+        bisect.insort(self._waiting, key)
+
+    def leave(self, key: bytes) -> None:
+        """A job that was expected does not run here, or has ended."""
+        index = bisect.bisect_left(self._waiting, key)
+        if self._waiting[index : index + 1] == [key]:
+            del self._waiting[index]
+
+    def end(self, key: bytes, predicted_tokens: int, *, ended_at: float, written_tokens: int) -> None:
+        """A job ended, and left its prompt in the cache; it wrote so many tokens of prompt and answer there."""
+        self._written_tokens += written_tokens
+        self._ended += 1
+        if self._new.jobs >= _KEPT_JOBS:
+            self._old, self._new = self._new, _Generation()
+        self._new.add(key, prefix_of(key, predicted_tokens), ended_at, self._written_tokens)
+
+    def find(self, key: bytes, tokens: int, fed_at: float) -> Neighbour:
+        """Where the first `tokens` of a job that was fed at `fed_at` had been computed. Ask after its `leave` and
+        before its `end`: no job is a neighbour of its own."""
+        prefix = prefix_of(key, tokens)
+        uses = [use for part in (self._new, self._old) for use in part.uses(key, prefix, tokens, fed_at)]
+        before = [written for ended_at, written in uses if ended_at <= fed_at]
+        if before:
+            return Neighbour.COMPUTED if self._is_sure(max(before)) else Neighbour.OLD
+        if uses or any(sharing(self._waiting, key, tokens)):
+            return Neighbour.IN_FLIGHT
+        return Neighbour.FORMER if any(sharing(self._former, key, tokens)) else Neighbour.NOWHERE
+
+    def _is_sure(self, written_then: int) -> bool:
+        """Whether a block used when `written_then` tokens were written must still be there. What runs now is counted
+        as the mean of what has ended."""
+        if self._capacity_tokens is None:
+            return False
+        running = min(len(self._waiting), self._most_running)
+        since = self._written_tokens - written_then + running * self._written_tokens / max(self._ended, 1)
+        return since <= self._capacity_tokens * _SURE_SHARE
+
+
+def prefix_of(key: bytes, tokens: int) -> bytes:
+    """The part of a key that stands for its first `tokens`, rounded down to a rung; empty for none."""
+    return key[: RUNG_BYTES * rungs_covered(tokens)]
+
+
+def sharing(keys: list[bytes], key: bytes, tokens: int) -> Iterator[bytes]:
+    """Of sorted keys those next to `key` that share at least `tokens` with it, some on either side."""
+    index = bisect.bisect_left(keys, key)
+    for place in range(index, min(index + _NEIGHBOURS, len(keys))):
+        if shared_tokens(key, keys[place]) < tokens:
+            break
+        yield keys[place]
+    for place in range(index - 1, max(index - 1 - _NEIGHBOURS, -1), -1):
+        if shared_tokens(key, keys[place]) < tokens:
+            break
+        yield keys[place]
