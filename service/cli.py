@@ -1,4 +1,4 @@
-"""The commands that need the server: up, demo, keys, stats, migrate, servers. They join `trunkline` by entry point."""
+"""The commands that come with the server: up, demo, keys, plan, stats, migrate, servers; an entry point adds them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from service.cli_keys import keys
+from service.cli_plan import plan
 from service.cli_stats import stats
 from service.connections import find_connections
 from service.logs import set_up_logging
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
     """Called by trunkline/cli with its app."""
     app.command("up")(up)
     app.command("demo")(demo)
+    app.command("plan")(plan)
     app.command("stats")(stats)
     app.command("migrate")(migrate)
     app.command("servers")(servers)

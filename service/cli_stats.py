@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from service.cli_fit import show_fit
 from service.connections import find_connections
 from service.errors import NoSuchBatch
 from service.fleet import load_models
@@ -40,6 +41,7 @@ class Report:
 def stats(
     batch: Annotated[str | None, typer.Option(metavar="BATCH", help="Only this batch, with its prefix groups.")] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Also the misses by cause.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Instead: how fast each engine is, fitted from results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Hit rate per instance, per prefix group and per batch, measured beside predicted."""
@@ -49,6 +51,9 @@ def stats(
         database.check()
         check_schema(database)
         with database.transaction() as conn:
+            if fit:
+                show_fit(conn, as_json=as_json)
+                return
             report = read_report(conn, settings, batch, misses=misses)
     finally:
         database.close()

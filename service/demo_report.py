@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sqlalchemy as sa
 from rich.table import Table
 
-from service.core.simulate import SimulatedJob, replay, round_robin
+from service.core.plan import Backlog
+from service.core.policies import make_policy
+from service.core.replay import EngineShape, jobs_at_once, replay_fleet
 from service.store.instances import Boot, list_boots
 from service.store.replaying import replay_jobs
 from service.store.stats import BatchStats, InstanceStats, batch_stats, instance_stats
@@ -67,26 +70,28 @@ def read_numbers(
 
 def _replay_round_robin(conn: sa.Connection, batch_id: str, boots: list[Boot]) -> RoundRobin:
     """On as many simulated engines as there are, each with the capacity that the first one reported."""
-    jobs = [
-        SimulatedJob(
-            job_id=row.job_id, key=row.prefix_key, prompt_tokens=row.prompt_tokens, output_tokens=row.completion_tokens
-        )
-        for row in replay_jobs(conn, batch_id)
-    ]
+    rows = replay_jobs(conn, batch_id)
+    jobs = Backlog(
+        job_ids=np.array([row.job_id for row in rows], dtype=np.int64),
+        keys=[row.prefix_key for row in rows],
+        prompt_tokens=np.array([row.prompt_tokens for row in rows], dtype=np.int64),
+        output_tokens=np.array([row.completion_tokens for row in rows], dtype=np.int64),
+        body_bytes=np.zeros(len(rows), dtype=np.int64),
+    )
     boot = boots[0]
     assert boot.block_size
     assert boot.kv_capacity_tokens
     assert boot.max_num_seqs
-    result = replay(
-        jobs,
-        round_robin(len(jobs), len(boots)),
-        instances=len(boots),
+    shape = EngineShape(
         block_size=boot.block_size,
-        capacity_blocks=boot.kv_capacity_tokens // boot.block_size,
+        kv_capacity_tokens=boot.kv_capacity_tokens,
         max_num_seqs=boot.max_num_seqs,
         max_batched_tokens=_MAX_BATCHED_TOKENS,
     )
-    return RoundRobin(prompt_tokens=result.prompt_tokens, cached_tokens=result.cached_tokens, hit_rate=result.hit_rate)
+    result = replay_fleet(jobs_at_once(jobs), make_policy("round_robin"), [shape] * len(boots))
+    return RoundRobin(
+        prompt_tokens=result.prompt_tokens, cached_tokens=int(result.cached_tokens.sum()), hit_rate=result.hit_rate
+    )
 
 
 def number_table(numbers: Numbers) -> Table:

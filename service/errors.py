@@ -28,6 +28,12 @@ class UsageError(TrunklineError):
     exit_status = 2
 
 
+class InputRefused(TrunklineError):
+    """Cannot plan:"""
+
+    exit_status = 2
+
+
 class DatabaseUnreachable(TrunklineError):
     """The database does not answer; check DATABASE_URL."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,8 +20,8 @@ from service.core import strictjson
 from service.core.batchfile import FileValidator, LineError, ParsedLine, RawLine, iter_lines
 from service.core.model import Endpoint
 from service.core.plan import Backlog, PlannedCohort
-from service.core.replay import FleetJobs
-from service.core.scenario import jobs_at_once
+from service.core.scenario import FleetJobs, jobs_at_once
+from service.core.simulate import CostModel
 from service.core.trace import TRACE_BLOCK_TOKENS, TraceError, read_trace
 from service.errors import InputRefused
 from service.fleet import Model, Models, load_models
@@ -31,6 +33,7 @@ BATCH_BLOCK_TOKENS = 16  # vLLM's on a GPU
 _PIECE_BYTES = 1 << 20
 _CHUNK_LINES = 1_000  # tokenised together
 _CHUNK_BYTES = 16 * 2**20
+_LONGEST_SECONDS = 1_000  # of an engine step, or of a token: whatever is above is a mistake
 _TRACE_FIELDS = ("input_length", "output_length", "hash_ids")
 _REQUEST_FIELDS = ("custom_id", "method", "url", "body")
 
@@ -88,7 +91,7 @@ def _opened(source: str, name: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        stream = Path(source).open("rb")
+        stream = Path(source).open("rb")  # noqa: SIM115 - closed below; what the reader raises is none of this
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise InputRefused(f"{name} cannot be read: {_why(error)}.") from error
     with stream:
@@ -274,6 +277,29 @@ def _chunk(lines: Iterator[RawLine]) -> list[RawLine]:
         if size >= _CHUNK_BYTES:
             break
     return chunk
+
+
+def read_cost(path: Path) -> CostModel:
+    """The engine's constants from a JSON object of them, or one with such an object as `cost`; what it does not name
+    keeps its default. Raises InputRefused."""
+    try:
+        value = strictjson.loads(path.read_bytes())
+    except OSError as error:
+        raise InputRefused(f"--cost: {path} cannot be read: {_why(error)}.") from error
+    except ValueError as error:
+        raise InputRefused(f"--cost: {path} is not JSON: {error}.") from error
+    constants = value.get("cost", value) if isinstance(value, dict) else None
+    known = [spec.name for spec in dataclasses.fields(CostModel)]
+    if not isinstance(constants, dict) or not constants or not set(constants) <= set(known):
+        raise InputRefused(f"--cost: {path} must hold an object of {', '.join(known)}.")
+    for name, seconds in constants.items():
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not (is_number and math.isfinite(seconds) and 0 <= seconds <= _LONGEST_SECONDS):
+            raise InputRefused(f"--cost: {path}: {name} must be a number of seconds, from 0 to {_LONGEST_SECONDS}.")
+    cost = CostModel(**constants)
+    if min(cost.step_seconds + cost.prefill_token_seconds, cost.step_seconds + cost.decode_sequence_seconds) <= 0:
+        raise InputRefused(f"--cost: {path}: prefill and decode must take some time.")
+    return cost
 
 
 def check_export(target: Path, source: str) -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from service.core.model import PolicyName
 from service.errors import SettingError
 
 # Read by trunkline/config.py, the producer's side; a server started from the same shell must not stumble over them.
@@ -107,7 +108,17 @@ class Settings:
     engine_start_seconds: float = _setting(
         "TRUNKLINE_ENGINE_START_SECONDS", 900.0, "How long an engine may take to load."
     )
-    plan_window_jobs: int = _setting("TRUNKLINE_PLAN_WINDOW_JOBS", 8_000, "Backlog jobs that are planned at once.")
+    plan_window_jobs: int = _setting(
+        "TRUNKLINE_PLAN_WINDOW_JOBS",
+        200_000,
+        "Jobs of a tenant and model that are planned at once, and kept in the dispatcher's memory.",
+    )
+    plan_policy: str = _setting(
+        "TRUNKLINE_PLAN_POLICY",
+        "prefix",
+        "prefix is the planner; round_robin, least_loaded, affinity, cache_aware, prefix_hash and shared_queue are "
+        "there to compare it with.",
+    )
     dispatch_poll_seconds: float = _setting(
         "TRUNKLINE_DISPATCH_POLL_SECONDS", 1.0, "How often the dispatcher looks when nothing wakes it."
     )
@@ -150,6 +161,8 @@ def check_settings(settings: Settings) -> None:
         raise SettingError("TRUNKLINE_HEARTBEAT_SECONDS must be at most half of TRUNKLINE_STALE_BOOT_SECONDS.")
     if settings.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise SettingError("TRUNKLINE_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR.")
+    if settings.plan_policy not in tuple(PolicyName):
+        raise SettingError(f"TRUNKLINE_PLAN_POLICY must be one of {', '.join(PolicyName)}.")
     if settings.instance is not None and not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", settings.instance):
         raise SettingError("TRUNKLINE_INSTANCE must be lower-case letters, digits, '-' and '_', at most 63.")
 

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import socket
+from dataclasses import replace
+from typing import Any
 
 import psutil
 import sqlalchemy as sa
@@ -25,6 +27,7 @@ from workers.engines.make import make_engine
 from workers.feeder import Admission, Feeder
 from workers.life import Life
 from workers.runs import Runs
+from workers.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +53,14 @@ class Lives:
         self._boot_lost = asyncio.Event()
         self.current: Life | None = None  # read by every thread; None while no engine is ready
         self.boot_id: int | None = None  # the boot that has a heartbeat: starting, ready or draining
+        self._former_keys: list[bytes] = []  # of what ran on the boot before the current one
 
     async def begin(self, former: Life | None = None) -> None:
         """A new boot: of the engine of `former` where it runs on, else of a new one. Raises with nothing left behind,
         except that an engine which ran before goes on where only the row could not be written."""
-        boot_id = await asyncio.to_thread(self._start_boot)
+        boot_id, former_keys = await asyncio.to_thread(self._start_boot)
         self.boot_id = boot_id
+        self._former_keys = former_keys
         try:
             life = await self._ready_life(boot_id, former)
             self._boot_lost.clear()
@@ -97,7 +102,7 @@ class Lives:
 
     async def _ready_life(self, boot_id: int, former: Life | None) -> Life:
         if former is not None and former.engine is self._engine:
-            return self._life(boot_id, former.engine, former.facts, former.key_agrees)
+            return replace(self._life(boot_id, former.engine, former.facts, former.key_agrees), watch=former.watch)
         engine = make_engine(self._instance, self._model, self._settings)
         self._engine = engine
         facts = await engine.start()
@@ -118,7 +123,18 @@ class Lives:
             key_agrees=agrees,
             feeder=feeder,
             loop=asyncio.get_running_loop(),
+            watch=Watch(
+                instance=self._instance.name,
+                engine=self._instance.engine,
+                facts=facts,
+                agrees=agrees,
+                has_tokens=self._has_tokens,
+                former_keys=self._former_keys,
+            ),
         )
+
+    def _has_tokens(self, endpoint: str, body: dict[str, Any]) -> bool:
+        return self._tokenizing.token_ids(self._model.name, endpoint, body) is not None
 
     async def _until_over(self, life: Life) -> str | None:
         """The cause of the engine's death; None where only the boot's row was marked gone."""
@@ -164,7 +180,8 @@ class Lives:
                 return True
             failures += 1
 
-    def _start_boot(self) -> int:
+    def _start_boot(self) -> tuple[int, list[bytes]]:
+        """The new boot's id, and the keys of what ran on the boot before it."""
         process = psutil.Process()
         boot = instances.NewBoot(
             name=self._instance.name,
@@ -179,12 +196,13 @@ class Lives:
             adapters=list(self._model.adapters),
         )
         stale_seconds = self._settings.stale_boot_seconds
+
+        def start(conn: sa.Connection) -> tuple[int, list[bytes]]:
+            boot_id = instances.start_boot(conn, boot, stale_after_seconds=stale_seconds, is_dead=is_process_dead)
+            return boot_id, instances.former_keys(conn, boot_id)
+
         try:
-            return self._database.run(
-                lambda conn: instances.start_boot(
-                    conn, boot, stale_after_seconds=stale_seconds, is_dead=is_process_dead
-                )
-            )
+            return self._database.run(start)
         except sa.exc.IntegrityError as error:
             diagnosis = getattr(error.orig, "diag", None)
             if getattr(diagnosis, "constraint_name", None) != "uq_instance_boot_queue":
@@ -222,5 +240,6 @@ def _boot_facts(life: Life) -> BootFacts:
         honours_salt=facts.honours_salt,
         honours_priority=facts.honours_priority,
         reports_cached_tokens=facts.reports_cached_tokens,
-        key_agrees=life.key_agrees,
+        key_agrees=False if life.watch.mismatch else life.key_agrees,
+        alarm=life.watch.mismatch,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from service.core.model import LineErrorCode, MissCause, Outcome
-from service.core.usage import UNKNOWN, Usage, classify_miss
+from service.core.model import LineErrorCode, Outcome
+from service.core.usage import UNKNOWN
 from service.store.cohorts import Claim, ClaimedJob
 from service.store.results import FinishedJob
 from workers.engines.base import EngineReply
@@ -23,14 +23,17 @@ _MESSAGES = {
 }
 
 
-def finished_job(item: Ended, claim: Claim, life: Life) -> FinishedJob:
-    """The result of a submission that ended for good."""
+def finished_job(item: Ended, claim: Claim, life: Life, *, leads: bool) -> FinishedJob:
+    """The result of a submission that ended for good. `leads`: no job of its cohort was to run here before it."""
+    if not (isinstance(item.ending, EngineReply) and 200 <= item.ending.status_code < 300):
+        life.watch.leave([item.job])
     run_ms = round(item.run_seconds * 1000)
     since_start_ms = max(0, round((time.monotonic() - item.ended_at) * 1000)) + run_ms
     if not isinstance(item.ending, EngineReply):
         return _unanswered(item.job, _error_code(item), run_ms=run_ms, started_ms_ago=since_start_ms)
     reply = item.ending
     is_success = 200 <= reply.status_code < 300
+    cause = life.watch.finish(item, claim, reply.usage, leads=leads) if is_success else None
     return FinishedJob(
         job_id=item.job.job_id,
         outcome=Outcome.SUCCEEDED if is_success else Outcome.FAILED,
@@ -40,7 +43,7 @@ def finished_job(item: Ended, claim: Claim, life: Life) -> FinishedJob:
         response=reply.body,
         usage=reply.usage,
         predicted_cached_tokens=item.job.predicted_cached_tokens,
-        miss_cause=miss_cause(item.job, reply.usage, claim, life) if is_success else None,
+        miss_cause=cause,
         queue_ms=item.job.queued_ms,
         run_ms=run_ms,
         started_ms_ago=since_start_ms,
@@ -50,24 +53,6 @@ def finished_job(item: Ended, claim: Claim, life: Life) -> FinishedJob:
 def given_up(job: ClaimedJob, code: LineErrorCode) -> FinishedJob:
     """The result of a job that is not run at all."""
     return _unanswered(job, code, run_ms=0, started_ms_ago=0)
-
-
-def miss_cause(job: ClaimedJob, usage: Usage, claim: Claim, life: Life) -> MissCause | None:
-    """Why the cache served less than it might have, from what this boot knows."""
-    ran_here = life.memory.holds(job.prefix_key, job.predicted_cached_tokens)
-    return classify_miss(
-        predicted_cached_tokens=job.predicted_cached_tokens,
-        cached_tokens=usage.cached_tokens,
-        prompt_tokens=usage.prompt_tokens or job.prompt_tokens,
-        block_size=life.facts.block_size or 1,
-        first_of_group=job.first_of_group,
-        neighbour_ran_here=ran_here,
-        # A first attempt of a cohort that moved was stolen or re-planned; a later one follows a restart or a drain.
-        other_instance=claim.moved and claim.attempt == 1 and not (ran_here and job.predicted_cached_tokens),
-        restarted=claim.attempt > 1 and not ran_here,
-        cache_bypassed=b'"prompt_logprobs"' in job.body,
-        key_mismatch=life.key_agrees is False,
-    )
 
 
 def _error_code(item: Ended) -> LineErrorCode:

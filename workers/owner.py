@@ -122,6 +122,7 @@ class InstanceOwner:
             cohort_ids=self._runs.ids() if life is not None else frozenset(),
             running_jobs=life.feeder.running if life is not None else 0,
             waiting_jobs=life.feeder.waiting if life is not None else 0,
+            mismatch=life.watch.check() if life is not None else None,
         )
 
     def pulse(self, standing: Standing, pulse: Pulse) -> None:

@@ -1,4 +1,5 @@
-"""The heartbeat of a worker: says that its boot lives, renews its leases, and learns what is to be aborted."""
+"""The heartbeat of a worker: says that its boot lives, sounds its alarm, renews its leases, and learns what is
+to be aborted."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import sqlalchemy as sa
 
+from service.core.alarm import Mismatch
 from service.core.model import Outcome
 from service.settings import Settings
 from service.store import cohorts, instances
@@ -27,6 +29,7 @@ class Standing:
     cohort_ids: frozenset[int]
     running_jobs: int
     waiting_jobs: int
+    mismatch: Mismatch | None = None  # the alarm: what its results prove of its engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,9 @@ class Owner(Protocol):
 
 def beat(conn: sa.Connection, standing: Standing, lease_seconds: float) -> Pulse:
     """One heartbeat, in one transaction."""
-    is_alive = instances.heartbeat(conn, standing.boot_id, standing.running_jobs, standing.waiting_jobs)
+    is_alive = instances.heartbeat(
+        conn, standing.boot_id, standing.running_jobs, standing.waiting_jobs, alarm=standing.mismatch
+    )
     if not is_alive:
         return Pulse(is_boot_alive=False, held=frozenset(), to_abort={})
     held: set[int] = set()

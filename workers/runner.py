@@ -52,6 +52,7 @@ class CohortRun:
         self._inbox: queue.SimpleQueue[Ended | _Lost] = queue.SimpleQueue()
         self._is_lost = threading.Event()
         self._open: dict[int, Waiting] = {}  # by job id: not ended yet
+        self._leader: int | None = None  # id of the first job
         self._tries: dict[int, int] = {}
         self._crashed: list[int] = []
         self._unfed = 0
@@ -75,12 +76,20 @@ class CohortRun:
 
     def run(self) -> None:
         """Record every result, then end the cohort or give the rest back."""
-        if self._is_lost.is_set():
-            return
-        with self._dropped_on_failure():
+        with self._dropped_on_failure(), self._withdrawn_at_the_end():
+            if self._is_lost.is_set():
+                return
             while self._open:
                 self._settle(self._collect())
             self._end()
+
+    @contextmanager
+    def _withdrawn_at_the_end(self) -> Iterator[None]:
+        """What has not ended by then does not run here."""
+        try:
+            yield
+        finally:
+            self._life.watch.leave(item.job for item in self._open.values())
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:
@@ -102,6 +111,8 @@ class CohortRun:
             if job.crashes < MAX_CRASHES
         ]
         self._open = {item.job.job_id: item for item in items}
+        self._leader = items[0].job.job_id if items else None
+        self._life.watch.expect(item.job for item in items)
         self._tries = {job.job_id: job.tries for job in jobs}
         self._life.call(self._life.feeder.add, items)
 
@@ -133,15 +144,18 @@ class CohortRun:
             if isinstance(item.ending, Crashed):
                 self._crashed.append(job.job_id)
             self._unfed += 1
-            del self._open[job.job_id]
+            self._leave(job)
             return None
         failure = _failure(item)
         if failure is not None and self._retries(job, failure, item):
             return None
         del self._open[job.job_id]
-        result = finished_job(item, self.claim, self._life)
-        self._life.memory.remember(job.prefix_key)  # after it was judged: a job is no neighbour of its own
-        return result
+        return finished_job(item, self.claim, self._life, leads=job.job_id == self._leader)
+
+    def _leave(self, job: ClaimedJob) -> None:
+        """It runs here no more."""
+        del self._open[job.job_id]
+        self._life.watch.leave([job])
 
     def _retries(self, job: ClaimedJob, failure: int | TransportError, item: Ended) -> bool:
         self._tries[job.job_id] += 1
@@ -166,7 +180,7 @@ class CohortRun:
         delay = answer.after_seconds
         # False: it went back by an earlier try, whose answer was lost.
         self._patiently(lambda conn: cohorts.return_job(conn, self.claim, job.job_id, delay))
-        del self._open[job.job_id]
+        self._leave(job)
         return True
 
     def _record(self, finished: list[FinishedJob]) -> None:

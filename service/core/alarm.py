@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import gcd
 
 from service.core.history import Neighbour
 from service.core.prefix import rung_span
@@ -28,6 +27,8 @@ _SHORT_SHARE = 0.25  # of the jobs that should have hit: a block four times too 
 _GROUP_JOBS = 6  # of one prefix in a row, which is one tenant's
 _COLD_JOBS = 24  # in a row that were served nothing
 _DISTINCT_DEPTHS = 3  # least, to tell a block size from the depth that the prompts happen to share
+_FACTORS = (2, 4, 8, 16, 32)  # by which blocks may be larger than told
+_ESTIMATED_BLOCKS = 4  # least that is predicted from bytes of a prompt for a cold cache to be no rounding
 
 
 class Mismatch(StrEnum):
@@ -35,7 +36,7 @@ class Mismatch(StrEnum):
 
     TOKENS = "tokens"  # other tokens than the keys are made of: template, tokenizer or revision
     BLOCK_SIZE = "block_size"  # the engine's blocks are not as large as the boot says
-    CACHE = "cache"  # it serves nothing of what it has just computed: another salt in each request, or no cache
+    CACHE = "cache"  # it does not serve what it has just computed: another salt in each request, or no cache
 
 
 ADVICE = {
@@ -43,7 +44,7 @@ ADVICE = {
     "`revision` in MODELS against what the engine loads, then restart its worker",
     Mismatch.BLOCK_SIZE: "its cache works in other blocks than its boot says. Set `block_size` in the instance's "
     "`options` to the engine's own, or take it out, then restart its worker",
-    Mismatch.CACHE: "its cache serves nothing of prompts that it has just computed. Look for a gateway that alters "
+    Mismatch.CACHE: "its cache does not serve prompts that it has just computed. Look for a gateway that alters "
     "`cache_salt` or the prompt, and for an engine whose prefix caching is off, then restart its worker",
 }
 
@@ -71,14 +72,19 @@ def judge(seen: Sequence[Observation], block_size: int | None, *, shares_in_flig
     near = [item for item in measured if item.predicted_cached_tokens and item.neighbour is Neighbour.COMPUTED]
     if block_size and (_is_finer(measured, block_size) or _is_coarser(near, block_size)):
         return Mismatch.BLOCK_SIZE
-    if _is_short(near, block_size) or _is_cold(measured, shares_in_flight):
+    if _is_short(near, block_size) or _is_cold(measured, block_size, shares_in_flight):
         return Mismatch.CACHE
     return None
 
 
 def is_short(item: Observation, block_size: int | None) -> bool:
-    """Whether the job was served less than predicted by more than one block or one rung, whichever is larger."""
+    """Whether the job was served less than predicted by more than one block or one rung, whichever is larger.
+
+    A prediction made of bytes is an estimate: there only nothing at all is short.
+    """
     tolerance = max(block_size or 0, rung_span(item.predicted_cached_tokens))
+    if item.planned_prompt_tokens is None:
+        return not item.cached_tokens and item.predicted_cached_tokens >= _ESTIMATED_BLOCKS * tolerance
     return item.predicted_cached_tokens - (item.cached_tokens or 0) > tolerance
 
 
@@ -96,16 +102,26 @@ def _is_finer(measured: Sequence[Observation], block_size: int) -> bool:
 
 
 def _is_coarser(near: Sequence[Observation], block_size: int) -> bool:
-    """The cache served nothing but multiples of more than a block, and each time all that such blocks allow."""
-    served = [(item.predicted_cached_tokens, item.cached_tokens) for item in near if item.cached_tokens]
-    depths = {cached for _, cached in served}
-    block = gcd(*depths) if depths else 0
-    if block <= block_size or len({depth for depth, _ in served}) < _DISTINCT_DEPTHS:
+    """Jobs that should have hit were served what larger blocks allow, and never more than those.
+
+    Too little by a block or less is what a sound engine may do (vLLM drops the last one for speculative decoding), so
+    that counts only where prompts of several depths agree on a block.
+    """
+    served = [item for item in near if item.cached_tokens and item.planned_prompt_tokens is not None]
+    short = [item for item in served if (item.cached_tokens or 0) < item.predicted_cached_tokens]
+    if len(short) < max(_LEAST_JOBS, _SHORT_SHARE * len(near)):
         return False
-    short = [(depth, cached) for depth, cached in served if cached < depth]
-    explained = all(cached >= depth // block * block for depth, cached in served)
-    exact = all(cached == depth // block * block for depth, cached in short)
-    return explained and exact and len(short) >= max(_LEAST_JOBS, _SHORT_SHARE * len(served))
+    is_far = sum(is_short(item, block_size) for item in short) >= _LEAST_JOBS
+    if not is_far and len({item.predicted_cached_tokens for item in served}) < _DISTINCT_DEPTHS:
+        return False
+    return any(all(_is_cut_by(factor * block_size, item) for item in served) for factor in _FACTORS)
+
+
+def _is_cut_by(block: int, item: Observation) -> bool:
+    """Whether an engine of such blocks serves this, or more for it found a longer prefix."""
+    cached = item.cached_tokens or 0
+    whole = item.predicted_cached_tokens // block * block
+    return cached % block == 0 and (cached == whole or cached >= item.predicted_cached_tokens)
 
 
 def _is_short(near: Sequence[Observation], block_size: int | None) -> bool:
@@ -119,8 +135,8 @@ def _is_short(near: Sequence[Observation], block_size: int | None) -> bool:
     return any(len(each) >= _GROUP_JOBS and all(each[-_GROUP_JOBS:]) for each in groups.values())
 
 
-def _is_cold(measured: Sequence[Observation], shares_in_flight: bool) -> bool:
+def _is_cold(measured: Sequence[Observation], block_size: int | None, shares_in_flight: bool) -> bool:
     """The last jobs whose neighbour ran here were served nothing, every one."""
     here = {Neighbour.COMPUTED, Neighbour.OLD} | ({Neighbour.IN_FLIGHT} if shares_in_flight else set())
     last = [item for item in measured if item.predicted_cached_tokens and item.neighbour in here][-_COLD_JOBS:]
-    return len(last) >= _COLD_JOBS and not any(item.cached_tokens for item in last)
+    return len(last) >= _COLD_JOBS and all(not item.cached_tokens and is_short(item, block_size) for item in last)

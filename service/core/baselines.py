@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -125,26 +125,22 @@ class SharedQueue:
     """One queue of cohorts in key order, from which the instances take in turn: the simplest use of a backlog.
 
     Cohorts are as large as the planner's, and cut where little is shared as the planner's are. The higher class goes
-    first. Jobs that come late are sorted in when they are a twentieth of what waits, or nothing else does.
+    first. Jobs that come late are sorted in when they are a twentieth of what waits, or above what is next in class.
     """
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         self._limits = limits
         self._views: list[InstanceView] = []
         self._held: dict[tuple[str, int], bytes] = {}  # the last key that each boot took
-        self._queue: list[Waiting] = []  # in key order
-        self._ends: deque[int] = deque()  # of its cohorts
-        self._start = 0  # of the next cohort
+        self._cohorts: deque[list[Waiting]] = deque()  # in key order
         self._late: list[Waiting] = []
-
-    @property
-    def pending_jobs(self) -> int:
-        return len(self._queue) - self._start + len(self._late)
+        self._late_class = 0  # the highest of theirs
+        self.pending_jobs = 0
 
     def set_instances(self, views: Sequence[InstanceView], now_seconds: float) -> None:
         names = {(view.queue, view.boot_id) for view in views}
         if len(views) != len(self._views):
-            self._unsort()  # cohorts are a share of an instance's part
+            self._late, self._cohorts = self._pending(), deque()  # cohorts are a share of an instance's part
         self._views = list(views)
         self._held = {name: key for name, key in self._held.items() if name in names}
 
@@ -155,65 +151,71 @@ class SharedQueue:
         """Not heeded."""
 
     def add(self, arrivals: Arrivals, now_seconds: float) -> None:
-        self._late += _waiting(arrivals)
+        jobs = list(_waiting(arrivals))
+        self._late += jobs
+        self._late_class = max([self._late_class, *(job.priority for job in jobs)])
+        self.pending_jobs += len(jobs)
 
     def drop(self, owner: int) -> None:
-        self._unsort()
-        self._late = [job for job in self._late if job.owner != owner]
+        self._late = [job for job in self._pending() if job.owner != owner]
+        self._cohorts.clear()
+        self.pending_jobs = len(self._late)
 
     def next_cohort(self, instance: int, now_seconds: float) -> PlannedCohort | None:
-        view, passed = self._views[instance], list[Waiting]()
+        """The next cohort in key order, less what only another instance's cache can hold: that goes back."""
+        view = self._views[instance]
         largest = max(view.kv_capacity_tokens for view in self._views)
-        cohort = None
-        while cohort is None:
-            if len(self._late) > _LATE_SHARE * (len(self._queue) - self._start):
-                self._sort()
-            if not self._ends:
-                break
-            end = self._ends.popleft()
-            jobs, self._start = self._queue[self._start : end], end
+        cohort: PlannedCohort | None = None
+        passed: list[Waiting] = []
+        self._sort_late()
+        while cohort is None and self._cohorts:
+            jobs = self._cohorts.popleft()
             mine = [job for job in jobs if not view.kv_capacity_tokens < job.prompt_tokens <= largest]
             passed += (job for job in jobs if view.kv_capacity_tokens < job.prompt_tokens <= largest)
             cohort = self._take(instance, mine) if mine else None
-        self._late += passed  # for an instance with a larger cache
+        self._late += passed
         return cohort
 
-    def _unsort(self) -> None:
-        self._late += self._queue[self._start :]
-        self._queue, self._start = [], 0
-        self._ends.clear()
+    def _pending(self) -> list[Waiting]:
+        return [*chain.from_iterable(self._cohorts), *self._late]
 
-    def _sort(self) -> None:
-        self._unsort()
-        self._queue, self._late = sorted(self._late, key=_in_key_order), []
-        keys = [job.key for job in self._queue]
+    def _sort_late(self) -> None:
+        """All that waits in cohorts anew, where the late jobs are worth it."""
+        if not self._late:
+            return
+        few = len(self._late) <= _LATE_SHARE * self.pending_jobs
+        if few and self._cohorts and self._late_class <= self._cohorts[0][0].priority:
+            return
+        jobs, self._late, self._late_class = sorted(self._pending(), key=_in_key_order), [], 0
+        ends = self._ends(jobs)
+        self._cohorts = deque(jobs[start:end] for start, end in pairwise([0, *ends]))
+
+    def _ends(self, jobs: Sequence[Waiting]) -> list[int]:
+        """Where the cohorts of jobs in key order end."""
+        keys = [job.key for job in jobs]
         view, limits = self._views[0], self._limits
-        self._price(self._queue, view, predict_cached_tokens(keys, _prompts(self._queue), view))
-        cumulative = np.array([0.0, *accumulate(job.seconds for job in self._queue)])
+        _price(jobs, view, predict_cached_tokens(keys, _prompts(jobs), view))
+        cumulative = np.array([0.0, *accumulate(job.seconds for job in jobs)])
         ends = cut.chop(
             cumulative,
             neighbour_shared_tokens(keys),
             seconds=min(limits.cohort_seconds, float(cumulative[-1]) / (limits.cohort_share * len(self._views))),
             min_jobs=_handful(view),
             max_jobs=limits.cohort_jobs,
-            cumulative_bytes=np.array([0, *accumulate(job.body_bytes for job in self._queue)], dtype=np.int64),
+            cumulative_bytes=np.array([0, *accumulate(job.body_bytes for job in jobs)], dtype=np.int64),
             max_bytes=limits.cohort_bytes,
         )
-        classes = [job.priority for job in self._queue]
-        ends += [place for place in range(1, len(classes)) if classes[place - 1] != classes[place]]
-        self._ends.extend(sorted(set(ends)))
+        classes = [job.priority for job in jobs]
+        return sorted({*ends, *(place for place in range(1, len(jobs)) if classes[place - 1] != classes[place])})
 
     def _take(self, instance: int, jobs: list[Waiting]) -> PlannedCohort:
         view = self._views[instance]
         name = (view.queue, view.boot_id)
         holding = replace(view, held_key=self._held.get(name, view.held_key))
-        self._price(jobs, view, predict_cached_tokens([job.key for job in jobs], _prompts(jobs), holding))
+        _price(jobs, view, predict_cached_tokens([job.key for job in jobs], _prompts(jobs), holding))
         self._held[name] = jobs[-1].key
+        self.pending_jobs -= len(jobs)
         return _cohort(instance, jobs)
-
-    def _price(self, jobs: Sequence[Waiting], view: InstanceView, cached_tokens: IntArray) -> None:
-        for job, cached in zip(jobs, cached_tokens.tolist(), strict=True):
-            job.place(view, cached)
 
 
 def _waiting(arrivals: Arrivals) -> Iterator[Waiting]:
@@ -247,6 +249,11 @@ def _in_key_order(job: Waiting) -> tuple[int, bytes, int]:
 def _handful(view: InstanceView) -> int:
     """Jobs of which some cohorts fill the engine."""
     return max(1, -(-view.max_num_seqs // 4))
+
+
+def _price(jobs: Sequence[Waiting], view: InstanceView, cached_tokens: IntArray) -> None:
+    for job, cached in zip(jobs, cached_tokens.tolist(), strict=True):
+        job.place(view, cached)
 
 
 def _prompts(jobs: Iterable[Waiting]) -> IntArray:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from service.core.prefix import RUNG_BYTES, rungs_covered, shared_tokens
 
@@ -26,9 +27,17 @@ class Neighbour(StrEnum):
 
     COMPUTED = "computed"  # here, before the job was fed, and too little was written since to evict it
     OLD = "old"  # here, before the job was fed; what was written since may have evicted it
-    IN_FLIGHT = "in_flight"  # here, at the same time or not yet
+    IN_FLIGHT = "in_flight"  # here, by a job ahead of it that had not ended when it was fed
     FORMER = "former"  # on an earlier boot of this instance
     NOWHERE = "nowhere"  # not here, as far as is remembered
+
+
+class _Use(NamedTuple):
+    """The end of a job."""
+
+    ended_at: float
+    written_tokens: int  # by all jobs until then
+    number: int  # in order of arrival
 
 
 @dataclass(slots=True)
@@ -36,24 +45,24 @@ class _Generation:
     """Jobs that ended, by key, and by the prefix that each was predicted to find."""
 
     keys: list[bytes] = field(default_factory=list)  # sorted, each once
-    ends: dict[bytes, tuple[float, int]] = field(default_factory=dict)  # key -> (when, tokens written until then)
-    by_prefix: dict[bytes, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    last: dict[bytes, _Use] = field(default_factory=dict)  # by key
+    by_prefix: dict[bytes, list[_Use]] = field(default_factory=lambda: defaultdict(list))
     jobs: int = 0
 
-    def add(self, key: bytes, prefix: bytes, ended_at: float, written_tokens: int) -> None:
+    def add(self, key: bytes, prefix: bytes, use: _Use) -> None:
         self.jobs += 1
-        if key not in self.ends:
+        if key not in self.last:
             bisect.insort(self.keys, key)
-        self.ends[key] = (ended_at, written_tokens)
+        self.last[key] = use
         if prefix:
-            bisect.insort(self.by_prefix[prefix], (ended_at, written_tokens))
+            bisect.insort(self.by_prefix[prefix], use)
 
-    def uses(self, key: bytes, prefix: bytes, tokens: int, fed_at: float) -> Iterator[tuple[float, int]]:
+    def uses(self, key: bytes, prefix: bytes, tokens: int, fed_at: float) -> Iterator[_Use]:
         """Some ends of jobs that share `tokens` with the key: the last before `fed_at`, and those next in key order."""
         same = self.by_prefix.get(prefix, [])
-        before = bisect.bisect_right(same, fed_at, key=lambda use: use[0])
+        before = bisect.bisect_right(same, fed_at, key=lambda use: use.ended_at)
         yield from same[max(0, before - 1) : before + 1]
-        yield from (self.ends[other] for other in sharing(self.keys, key, tokens))
+        yield from (self.last[other] for other in sharing(self.keys, key, tokens))
 
 
 class History:
@@ -68,44 +77,62 @@ class History:
         self._capacity_tokens = capacity_tokens
         self._most_running = most_running
         self._former = sorted(set(former_keys))
-        self._waiting: list[bytes] = []  # sorted: handed to the engine or about to be, and not ended
+        self._numbers: dict[int, tuple[bytes, int]] = {}  # job id -> key and number: expected, and not ended
+        self._waiting: list[bytes] = []  # their keys, sorted
+        self._arrived = 0
         self._old, self._new = _Generation(), _Generation()
         self._written_tokens = 0
         self._ended = 0
 
     def keys(self) -> list[bytes]:
         """Keys of what ended here, for the next boot of the instance."""
-        return [*self._old.ends, *self._new.ends]
+        return [*self._old.last, *self._new.last]
 
-    def expect(self, key: bytes) -> None:
-        """A job is to run here."""
+    def expect(self, job_id: int, key: bytes) -> None:
+        """A job is to run here, behind all that are expected already."""
+        self.leave(job_id)
+        self._arrived += 1
+        self._numbers[job_id] = (key, self._arrived)
         bisect.insort(self._waiting, key)
 
-    def leave(self, key: bytes) -> None:
-        """A job that was expected does not run here, or has ended."""
-        index = bisect.bisect_left(self._waiting, key)
-        if self._waiting[index : index + 1] == [key]:
-            del self._waiting[index]
+    def leave(self, job_id: int) -> None:
+        """A job does not run here after all. Without effect for one that is not expected."""
+        if job_id in self._numbers:
+            key, _ = self._numbers.pop(job_id)
+            del self._waiting[bisect.bisect_left(self._waiting, key)]
 
-    def end(self, key: bytes, predicted_tokens: int, *, ended_at: float, written_tokens: int) -> None:
-        """A job ended, and left its prompt in the cache; it wrote so many tokens of prompt and answer there."""
+    def end(
+        self, job_id: int, key: bytes, tokens: int, *, fed_at: float, ended_at: float, written_tokens: int
+    ) -> Neighbour:
+        """A job ended that wrote so many tokens of prompt and answer into the cache, where its prompt now is. Where
+        its first `tokens` had been computed before."""
+        _, number = self._numbers.get(job_id, (key, self._arrived + 1))
+        self.leave(job_id)
+        found = self._find(key, tokens, fed_at, number) if tokens else Neighbour.NOWHERE
         self._written_tokens += written_tokens
         self._ended += 1
         if self._new.jobs >= _KEPT_JOBS:
             self._old, self._new = self._new, _Generation()
-        self._new.add(key, prefix_of(key, predicted_tokens), ended_at, self._written_tokens)
+        self._new.add(key, prefix_of(key, tokens), _Use(ended_at, self._written_tokens, number))
+        return found
 
-    def find(self, key: bytes, tokens: int, fed_at: float) -> Neighbour:
-        """Where the first `tokens` of a job that was fed at `fed_at` had been computed. Ask after its `leave` and
-        before its `end`: no job is a neighbour of its own."""
+    def _find(self, key: bytes, tokens: int, fed_at: float, number: int) -> Neighbour:
         prefix = prefix_of(key, tokens)
         uses = [use for part in (self._new, self._old) for use in part.uses(key, prefix, tokens, fed_at)]
-        before = [written for ended_at, written in uses if ended_at <= fed_at]
+        before = [use.written_tokens for use in uses if use.ended_at <= fed_at]
         if before:
             return Neighbour.COMPUTED if self._is_sure(max(before)) else Neighbour.OLD
-        if uses or any(sharing(self._waiting, key, tokens)):
+        if any(use.number < number for use in uses) or self._waits_ahead(key, tokens, number):
             return Neighbour.IN_FLIGHT
         return Neighbour.FORMER if any(sharing(self._former, key, tokens)) else Neighbour.NOWHERE
+
+    def _waits_ahead(self, key: bytes, tokens: int, number: int) -> bool:
+        """Whether a job expected before this one shares its prefix and has not ended. Asked for a few jobs only."""
+        if not any(sharing(self._waiting, key, tokens)):
+            return False
+        return any(
+            earlier < number and shared_tokens(key, other) >= tokens for other, earlier in self._numbers.values()
+        )
 
     def _is_sure(self, written_then: int) -> bool:
         """Whether a block used when `written_then` tokens were written must still be there. What runs now is counted

@@ -109,6 +109,7 @@ class MissCause(StrEnum):
     FIRST_OF_GROUP = "first_of_group"  # somebody has to compute it once
     EVICTED = "evicted"  # it was there, and the cache ran out of room
     OTHER_INSTANCE = "other_instance"  # its neighbours ran elsewhere (a cut or a steal)
+    IN_FLIGHT = "in_flight"  # its neighbour was at the engine at the same time, not computed yet
     RESTARTED = "restarted"  # a new boot, an empty cache
     SALT = "salt"  # the engine keeps tenants apart, the plan did not know
     BELOW_ONE_BLOCK = "below_one_block"  # shared less than one block
@@ -126,3 +127,16 @@ class LineErrorCode(StrEnum):
     ENGINE_CRASH = "engine_crash"
     WORKER_LOST = "worker_lost"
     SKIPPED_INVALID_LINE = "skipped_invalid_line"
+
+
+class PolicyName(StrEnum):
+    """Who says what an instance runs next; `core/policies.py` makes one. All but the first are there to compare."""
+
+    PREFIX = "prefix"  # the planner: the backlog in prefix order
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+    AFFINITY = "affinity"  # an online router: the longest match among instances that are not overloaded
+    CACHE_AWARE = "cache_aware"  # SGLang's router
+    PREFIX_HASH = "prefix_hash"  # consistent hashing of the prompt's beginning, with bounded loads
+    LEDGER = "ledger"  # how single jobs are placed
+    SHARED_QUEUE = "shared_queue"  # one queue in key order for all instances

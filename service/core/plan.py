@@ -98,6 +98,7 @@ class PlannedCohort:
     prompt_tokens: int
     first_key: bytes
     last_key: bytes
+    priority: int = 1  # class; `classes.PriorityClasses` says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

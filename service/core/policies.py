@@ -8,6 +8,7 @@ from service.core.baselines import Routed, SharedQueue
 from service.core.plan import DEFAULT_LIMITS, Limits
 from service.core.policy import Policy
 from service.core.routers import Affinity, CacheAware, LeastCost, LeastLoaded, PrefixHash, RoundRobin, Router
+from service.core.standing import StandingPlan
 
 _ROUTERS: dict[str, Callable[[], Router]] = {
     "round_robin": RoundRobin,
@@ -21,10 +22,8 @@ POLICIES = ("prefix", *_ROUTERS, "shared_queue")  # the first is the planner; th
 
 
 def make_policy(name: str, limits: Limits = DEFAULT_LIMITS, window_jobs: int | None = None) -> Policy:
-    """A policy with nothing in it; `window_jobs` is the planner's alone. Raises ValueError where there is no such name."""
+    """A policy with nothing in it; `window_jobs` is the planner's alone. Raises ValueError for an unknown name."""
     if name == "prefix":
-        from service.core.standing import StandingPlan
-
         return StandingPlan(limits, window_jobs)
     if name == "shared_queue":
         return SharedQueue(limits)

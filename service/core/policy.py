@@ -29,6 +29,26 @@ class Arrivals:
     priorities: IntArray | None = None  # classes, the higher the sooner; None: all of one class
 
 
+def chosen_arrivals(arrivals: Arrivals, places: IntArray) -> Arrivals:
+    """The arrivals at these ascending places."""
+    if len(places) == len(arrivals.flows):
+        return arrivals
+    jobs = arrivals.jobs
+    return Arrivals(
+        jobs=Backlog(
+            job_ids=jobs.job_ids[places],
+            keys=[jobs.keys[place] for place in places.tolist()],
+            prompt_tokens=jobs.prompt_tokens[places],
+            output_tokens=jobs.output_tokens[places],
+            body_bytes=jobs.body_bytes[places],
+        ),
+        owners=arrivals.owners[places],
+        flows=arrivals.flows[places],
+        deadlines=arrivals.deadlines[places],
+        priorities=None if arrivals.priorities is None else arrivals.priorities[places],
+    )
+
+
 class Policy(Protocol):
     """A backlog and the order in which instances work it off. Not safe for threads."""
 

@@ -1,4 +1,4 @@
-"""The simulated engine, step by step, and the replay of a backlog on several of them.
+"""The simulated engine, step by step. `replay` drives several.
 
 Every figure that comes from here is simulated, and whoever shows it says so. What it keeps of vLLM's scheduler:
 admission in order of (priority, arrival), a limit of running sequences and of tokens per step, decodes before
@@ -14,12 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from service.core.blockcache import BlockCache, block_ids, own_block_id
-from service.core.plan import PlannedCohort
-from service.core.prefix import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,109 +293,3 @@ class SimulatedEngineCore:
             cached_tokens=sequence.cached_tokens,
             output_tokens=job.output_tokens,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceReplay:
-    """What one simulated engine did. Jobs that its cache can never hold are refused, and counted in nothing else."""
-
-    jobs: int
-    refused_jobs: int
-    prompt_tokens: int
-    cached_tokens: int
-    makespan_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayResult:
-    """A replay, by instance and in sum. Simulated."""
-
-    instances: tuple[InstanceReplay, ...]
-    finished: tuple[FinishedJob, ...]  # instance by instance, in order of finishing
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(instance.prompt_tokens for instance in self.instances)
-
-    @property
-    def cached_tokens(self) -> int:
-        return sum(instance.cached_tokens for instance in self.instances)
-
-    @property
-    def hit_rate(self) -> float:
-        """Cached / prompt tokens; 0 for no job."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-    @property
-    def makespan_seconds(self) -> float:
-        return max((instance.makespan_seconds for instance in self.instances), default=0.0)
-
-    @property
-    def max_over_mean(self) -> float:
-        """Imbalance: the longest instance's time over the mean; 1 for no work."""
-        total = sum(instance.makespan_seconds for instance in self.instances)
-        return self.makespan_seconds * len(self.instances) / total if total else 1.0
-
-
-def replay(
-    jobs: Sequence[SimulatedJob],
-    assignment: IntArray,
-    *,
-    instances: int,
-    block_size: int,
-    capacity_blocks: int,
-    max_num_seqs: int,
-    max_batched_tokens: int,
-    cost: CostModel = DEFAULT_COST,
-) -> ReplayResult:
-    """Run `jobs`, all there from the start, each on the instance that `assignment` [len(jobs)] gives it, in order."""
-    parts, finished = [], []
-    for number in range(instances):
-        core = SimulatedEngineCore(
-            block_size=block_size,
-            capacity_blocks=capacity_blocks,
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens,
-            cost=cost,
-        )
-        mine = [jobs[index] for index in np.flatnonzero(assignment == number).tolist()]
-        part, ended = _run(core, mine)
-        parts.append(part)
-        finished += ended
-    return ReplayResult(instances=tuple(parts), finished=tuple(finished))
-
-
-def _run(core: SimulatedEngineCore, jobs: Sequence[SimulatedJob]) -> tuple[InstanceReplay, list[FinishedJob]]:
-    runnable = [job for job in jobs if core.can_hold(job)]
-    for job in runnable:
-        core.submit(job)
-    seconds = 0.0
-    finished: list[FinishedJob] = []
-    while not core.is_idle:
-        report = core.step(leap=True)
-        seconds += report.seconds
-        finished += report.finished
-    part = InstanceReplay(
-        jobs=len(finished),
-        refused_jobs=len(jobs) - len(runnable),
-        prompt_tokens=sum(job.prompt_tokens for job in finished),
-        cached_tokens=sum(job.cached_tokens for job in finished),
-        makespan_seconds=seconds,
-    )
-    return part, finished
-
-
-def round_robin(n_jobs: int, instances: int) -> IntArray:
-    """The baseline that knows nothing: job i, in order of arrival, goes to instance i modulo `instances`."""
-    return np.arange(n_jobs, dtype=np.int64) % instances
-
-
-def planned_order(job_ids: NDArray[np.int64], cohorts: Sequence[PlannedCohort]) -> tuple[IntArray, IntArray]:
-    """What `replay` takes, from a plan: indices into `job_ids` in execution order, and the instance of each."""
-    if not cohorts:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    planned = np.concatenate([cohort.job_ids for cohort in cohorts])
-    by_id = np.argsort(job_ids)
-    order = by_id[np.searchsorted(job_ids, planned, sorter=by_id)]
-    assignment = np.repeat([cohort.instance for cohort in cohorts], [len(cohort.job_ids) for cohort in cohorts])
-    return order, assignment

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from service.core.flowplan import Fleet, FlowPlan
-from service.core.plan import DEFAULT_LIMITS, Backlog, InstanceView, Limits, PlannedCohort
-from service.core.policy import Arrivals
+from service.core.plan import DEFAULT_LIMITS, InstanceView, Limits, PlannedCohort
+from service.core.policy import Arrivals, chosen_arrivals
 from service.core.shares import Shares
 
 _PACE_AFTER_COHORTS = 2  # taken per instance, before the pace says anything
@@ -62,7 +62,8 @@ class StandingPlan:
             if number not in self._flows:
                 self._flows[number] = FlowPlan(self._limits, self._window_jobs, self._fleet)
             self._shares.activate(number)
-            self._flows[number].add(_part(arrivals, number), now_seconds, self._servers(number, now_seconds))
+            part = chosen_arrivals(arrivals, np.flatnonzero(arrivals.flows == number))
+            self._flows[number].add(part, now_seconds, self._servers(number, now_seconds))
 
     def drop(self, owner: int) -> None:
         for number, flow in self._flows.items():
@@ -107,23 +108,3 @@ class StandingPlan:
         if self._taken_cohorts < _PACE_AFTER_COHORTS * n or done <= 0 or not 0 < passed < math.inf:
             return 1.0
         return min(max(done / (passed * n), _SLOWEST), _FASTEST)
-
-
-def _part(arrivals: Arrivals, flow: int) -> Arrivals:
-    """The arrivals of one flow."""
-    places = np.flatnonzero(arrivals.flows == flow)
-    if len(places) == len(arrivals.flows):
-        return arrivals
-    jobs = arrivals.jobs
-    return Arrivals(
-        jobs=Backlog(
-            job_ids=jobs.job_ids[places],
-            keys=[jobs.keys[place] for place in places.tolist()],
-            prompt_tokens=jobs.prompt_tokens[places],
-            output_tokens=jobs.output_tokens[places],
-            body_bytes=jobs.body_bytes[places],
-        ),
-        owners=arrivals.owners[places],
-        flows=arrivals.flows[places],
-        deadlines=arrivals.deadlines[places],
-    )

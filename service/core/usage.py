@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.model import MissCause
+from service.core.alarm import Mismatch
+from service.core.history import Neighbour
+from service.core.model import Endpoint, MissCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,52 +110,89 @@ def total(usages: Iterable[Usage]) -> UsageTotals:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What a worker knows of a job that ran, beside its tokens."""
+
+    first_of_group: bool = False  # the planner's word: no job before it in the run was of its group
+    neighbour: Neighbour | None = None  # where the predicted prefix had been computed; None: nobody knows
+    leads_cohort: bool = False  # the first job of its cohort here, so its neighbour was in another one
+    moved: bool = False  # its cohort was stolen or planned elsewhere before
+    rerun: bool = False  # an earlier attempt of its cohort ended with its boot, or drained
+    cache_bypassed: bool = False
+    mismatch: Mismatch | None = None  # the alarm of the boot
+    shared_engine: bool = False  # others may use the engine, and evict what is ours
+
+
 def classify_miss(
     *,
     predicted_cached_tokens: int,
     cached_tokens: int | None,
     prompt_tokens: int,
     block_size: int,
-    first_of_group: bool,
-    neighbour_ran_here: bool | None = None,
-    other_instance: bool = False,
-    restarted: bool = False,
-    salt_kept_apart: bool = False,
-    cache_bypassed: bool = False,
-    key_mismatch: bool = False,
+    circumstances: Circumstances,
 ) -> MissCause | None:
     """Why the cache served less than it might have; None when it served what was predicted, or did not say.
 
-    `first_of_group`: the planner's word that no job before it in the run was of its group. `neighbour_ran_here`:
-    whether the job whose prefix it was to find ran on this boot before it; None where nobody knows.
-    The remaining flags are facts about the job or the boot, told in DESIGN.md section 6. Predictions are rounded
-    down to a rung and a block, so whatever is short of one is short for a reason.
+    Missing tokens are those predicted and not served: each has a cause. A job that was served what was predicted has
+    one too where most of its prompt had to be computed, so that the computed tokens are told apart. Predictions are
+    rounded down to a rung and a block, so whatever is short of one is short for a reason.
     """
     if cached_tokens is None:
         return None
-    if cached_tokens >= predicted_cached_tokens:
-        return _no_shortfall(cached_tokens, prompt_tokens, block_size, first_of_group, other_instance)
-    facts = {
-        MissCause.CACHE_BYPASSED: cache_bypassed,
-        MissCause.KEY_MISMATCH: key_mismatch,
-        MissCause.SALT: salt_kept_apart,
-        MissCause.RESTARTED: restarted,
-        MissCause.OTHER_INSTANCE: other_instance,
-        MissCause.EVICTED: neighbour_ran_here is True,
-        MissCause.FIRST_OF_GROUP: neighbour_ran_here is False,
-    }
-    return next((cause for cause, holds in facts.items() if holds), MissCause.UNKNOWN)
-
-
-def _no_shortfall(
-    cached_tokens: int, prompt_tokens: int, block_size: int, first_of_group: bool, other_instance: bool
-) -> MissCause | None:
-    """As good as predicted, and yet all or most of the prompt may have been computed."""
-    if prompt_tokens <= block_size and cached_tokens == 0:
+    if cached_tokens < predicted_cached_tokens:
+        return _shortfall(circumstances, cached_tokens)
+    if cached_tokens and cached_tokens >= (prompt_tokens - 1) // block_size * block_size:
+        return None  # all that an engine can serve of a prompt
+    if prompt_tokens <= block_size:
         return MissCause.BELOW_ONE_BLOCK
-    if first_of_group:
+    if circumstances.first_of_group:
         return MissCause.FIRST_OF_GROUP
     if cached_tokens:
         return None
     # A steal corrects the prediction of its first job to what the thief holds, often nothing: its group ran elsewhere.
-    return MissCause.OTHER_INSTANCE if other_instance else MissCause.BELOW_ONE_BLOCK
+    return _elsewhere(circumstances) or MissCause.BELOW_ONE_BLOCK
+
+
+_CAUSE_OF_NEIGHBOUR = {
+    Neighbour.OLD: MissCause.EVICTED,
+    Neighbour.IN_FLIGHT: MissCause.IN_FLIGHT,
+    Neighbour.FORMER: MissCause.RESTARTED,
+}
+
+
+def _shortfall(known: Circumstances, cached_tokens: int) -> MissCause:
+    """Why predicted tokens are missing, the surest reason first."""
+    if known.cache_bypassed:
+        return MissCause.CACHE_BYPASSED
+    if known.mismatch is not None:
+        return MissCause.SALT if known.mismatch is Mismatch.CACHE else MissCause.KEY_MISMATCH
+    if known.neighbour is Neighbour.COMPUTED:
+        # It must still be there. A part of it was, so the engine knows the prompt: the tail went first. Of nothing at
+        # all only others can be the cause, or what the alarm is about to say.
+        return MissCause.EVICTED if cached_tokens or known.shared_engine else MissCause.UNKNOWN
+    if known.neighbour is Neighbour.NOWHERE:
+        if known.leads_cohort:
+            return _elsewhere(known) or MissCause.OTHER_INSTANCE
+        return _elsewhere(known) or MissCause.FIRST_OF_GROUP  # what was to run before it was cancelled, or failed
+    return _CAUSE_OF_NEIGHBOUR[known.neighbour] if known.neighbour else MissCause.UNKNOWN
+
+
+def _elsewhere(known: Circumstances) -> MissCause | None:
+    """A first attempt of a cohort that moved was stolen or planned anew; a later one follows a restart or a drain."""
+    if known.rerun:
+        return MissCause.RESTARTED
+    return MissCause.OTHER_INSTANCE if known.moved else None
+
+
+def bypasses_cache(endpoint: str, body: bytes) -> bool:
+    """Whether vLLM reads no cache for a request: one that asks for the log probabilities of its prompt, for which
+    every token must be computed (`SamplingParams.skip_reading_prefix_cache`; an echo asks for them too)."""
+    try:
+        fields = _mapping(json.loads(body))
+    except (ValueError, RecursionError):
+        return False
+    if fields.get("prompt_logprobs") is not None:
+        return True
+    asked = fields.get("top_logprobs", 0) if endpoint == Endpoint.CHAT else fields.get("logprobs")
+    return bool(fields.get("echo")) and asked is not None

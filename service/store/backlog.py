@@ -9,10 +9,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import func
 from sqlalchemy.dialects import postgresql as pg
-from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from service.core.model import BatchStatus, CohortState, Priority
-from service.store.tables import batch, cohort, cohort_event, job, job_result
+from service.store.tables import batch, cohort, cohort_event, job, job_result, tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +23,19 @@ class WaitingJob:
     prompt_tokens: int
     output_tokens: int
     body_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenBatch:
+    """A batch whose jobs may run, as the dispatcher needs it."""
+
+    id: str
+    tenant_id: int
+    weight: int  # the tenant's
+    priority: int
+    seconds_left: float  # until its deadline
+    intake_done: bool
+    intake_line: int  # the last line that intake has taken in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,37 +64,56 @@ class Suspect:
     priority: int
 
 
-def models_waiting(conn: sa.Connection) -> list[str]:
-    """Models with at least one unplanned job, cheaply: one index probe per model."""
-    first = sa.select(func.min(job.c.model).label("model")).where(job.c.cohort_id.is_(None)).cte("m", recursive=True)
-    following = sa.select(
-        sa.select(func.min(job.c.model)).where(job.c.cohort_id.is_(None), job.c.model > first.c.model).scalar_subquery()
-    ).where(first.c.model.is_not(None))
-    walk = first.union_all(following)
-    return list(conn.execute(sa.select(walk.c.model).where(walk.c.model.is_not(None))).scalars())
+def open_batches(conn: sa.Connection, least_lines: int) -> list[OpenBatch]:
+    """Batches whose jobs may run now, the earliest deadline first.
 
-
-def waiting_bulk(conn: sa.Connection, model: str, limit: int) -> tuple[int, list[WaitingJob]]:
-    """The highest priority class with a backlog to plan, and up to `limit` of its oldest unplanned jobs.
-
-    A batch that intake still works on is left for later until it has taken in a window's worth: planning its first
-    lines without the rest would part what belongs together.
+    A batch that intake still works on is left for later until it has taken in `least_lines`: planning its first lines
+    without the rest would part what belongs together.
     """
-    is_whole = sa.or_(batch.c.intake_done, batch.c.intake_line >= limit)
+    is_whole = sa.or_(batch.c.intake_done, batch.c.intake_line >= least_lines)
+    seconds_left = sa.cast(func.extract("epoch", batch.c.expires_at - func.now()), sa.Double)
     rows = conn.execute(
-        sa.select(batch.c.priority, func.array_agg(aggregate_order_by(batch.c.id, batch.c.id)).label("ids"))
+        sa.select(batch.c.id, batch.c.tenant_id, tenant.c.weight, batch.c.priority, seconds_left.label("seconds_left"))
+        .add_columns(batch.c.intake_done, batch.c.intake_line)
+        .join(tenant, tenant.c.id == batch.c.tenant_id)
         .where(batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused, is_whole)
-        .group_by(batch.c.priority)
-        .order_by(batch.c.priority.desc())
-    ).all()
-    for row in rows:
-        jobs: list[WaitingJob] = []
-        for batch_id in row.ids:  # ids sort by time; one index range each, and no walk over what is planned
-            if len(jobs) < limit:
-                jobs += _waiting(conn, model, limit - len(jobs), job.c.batch_id == batch_id)
-        if jobs:
-            return int(row.priority), jobs
-    return int(Priority.NORMAL), []
+        .order_by(batch.c.expires_at, batch.c.id)
+    )
+    return [OpenBatch(**row._mapping) for row in rows]
+
+
+def jobs_after(conn: sa.Connection, batch_id: str, model: str, after_id: int, limit: int) -> list[WaitingJob]:
+    """Unplanned jobs of a batch in order of ids (which is file order), without those that wait to be tried again."""
+    rows = conn.execute(
+        sa.select(*_WAITING)
+        .where(job.c.batch_id == batch_id, job.c.model == model, job.c.id > after_id)
+        .where(job.c.cohort_id.is_(None), job.c.not_before.is_(None), ~_HAS_RESULT)
+        .order_by(job.c.id)
+        .limit(limit)
+    )
+    return [_job(row) for row in rows]
+
+
+def jobs_to_retry(conn: sa.Connection, model: str, limit: int) -> list[tuple[str, WaitingJob]]:
+    """(batch id, job) of bulk jobs that came back from an engine and whose time to be tried again has come."""
+    rows = conn.execute(
+        sa.select(*_WAITING, job.c.batch_id)
+        .where(job.c.batch_id.is_not(None), job.c.not_before.is_not(None), *_UNPLANNED, job.c.model == model)
+        .order_by(job.c.not_before)
+        .limit(limit)
+    )
+    return [(row.batch_id, _job(row)) for row in rows]
+
+
+def jobs_by_batch(conn: sa.Connection, job_ids: Sequence[int]) -> list[tuple[str, int, int]]:
+    """For jobs that were to be bound: (batch id, how many they are, how many of them still wait to be planned)."""
+    still = sa.and_(job.c.cohort_id.is_(None), ~_HAS_RESULT)
+    rows = conn.execute(
+        sa.select(job.c.batch_id, func.count(), func.count().filter(still))
+        .where(job.c.id == func.any(sa.cast(list(job_ids), pg.ARRAY(sa.BigInteger))), job.c.batch_id.is_not(None))
+        .group_by(job.c.batch_id)
+    )
+    return [(str(row[0]), int(row[1]), int(row[2])) for row in rows]
 
 
 def waiting_singles(conn: sa.Connection, model: str, limit: int) -> list[tuple[int, WaitingJob]]:
@@ -167,36 +198,6 @@ def _last_cohort(which: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(cohort.c.id, cohort.c.sequence).where(which, bulk).order_by(cohort.c.sequence.desc()).limit(1)
 
 
-def unplan_ready(conn: sa.Connection, model: str, priority: int | None = None) -> int:
-    """Dissolve cohorts of a class (None: of all bulk classes) that were planned and never tried, so that their jobs
-    are planned anew, with later ones or over another set of instances. Returns how many jobs went back."""
-    of_class = cohort.c.priority < Priority.INTERACTIVE if priority is None else cohort.c.priority == priority
-    ids = (
-        conn.execute(
-            sa.select(cohort.c.id)
-            .where(
-                cohort.c.model == model,
-                cohort.c.state == CohortState.READY,
-                cohort.c.attempt == 0,
-                ~cohort.c.alone,
-                of_class,
-            )
-            .order_by(cohort.c.id)
-            .with_for_update(skip_locked=True)
-        )
-        .scalars()
-        .all()
-    )
-    if not ids:
-        return 0
-    freed = conn.execute(
-        sa.update(job).where(job.c.cohort_id.in_(ids)).values(cohort_id=None, predicted_cached_tokens=None)
-    )
-    conn.execute(sa.delete(cohort_event).where(cohort_event.c.cohort_id.in_(ids)))
-    conn.execute(sa.delete(cohort).where(cohort.c.id.in_(ids)))
-    return freed.rowcount
-
-
 def suspects(conn: sa.Connection, limit: int) -> list[Suspect]:
     """Cohorts of several jobs whose lease expired or whose engine died twice."""
     rows = conn.execute(
@@ -268,13 +269,6 @@ _PLAN_COLUMNS: dict[str, type[sa.types.TypeEngine[Any]]] = {
     "predicted": sa.Integer,
     "first": sa.Boolean,
 }
-
-
-def _waiting(conn: sa.Connection, model: str, limit: int, which: sa.ColumnElement[bool]) -> list[WaitingJob]:
-    rows = conn.execute(
-        sa.select(*_WAITING).where(job.c.model == model, which, *_UNPLANNED).order_by(job.c.id).limit(limit)
-    )
-    return [_job(row) for row in rows]
 
 
 def _job(row: sa.Row[*tuple[Any, ...]]) -> WaitingJob:

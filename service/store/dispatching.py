@@ -67,6 +67,7 @@ class QueueLoad:
     ready_jobs: int
     ready_seconds: float
     active_cohorts: int
+    active_jobs: int
     active_seconds: float
 
     @property
@@ -88,6 +89,7 @@ def queue_loads(conn: sa.Connection) -> list[QueueLoad]:
             sa.cast(func.coalesce(func.sum(cohort.c.n_jobs).filter(ready), 0), sa.Integer).label("ready_jobs"),
             func.coalesce(func.sum(seconds).filter(ready), 0.0).label("ready_seconds"),
             func.count().filter(active).label("active_cohorts"),
+            sa.cast(func.coalesce(func.sum(cohort.c.n_jobs).filter(active), 0), sa.Integer).label("active_jobs"),
             func.coalesce(func.sum(seconds).filter(active), 0.0).label("active_seconds"),
         )
         .where(cohort.c.state.in_((CohortState.READY, *_ACTIVE)))

@@ -14,8 +14,9 @@ from service.core.model import BootState, CohortState
 from service.errors import InstanceHeld
 from service.store.clock import ago
 from service.store.dispatching import blame_alone
-from service.store.tables import cohort, cohort_event, instance_boot
+from service.store.tables import cohort, cohort_event, instance_boot, job
 
+_FORMER_COHORTS, _FORMER_JOBS = 64, 2_000
 _LIVE = (BootState.STARTING, BootState.READY, BootState.DRAINING)
 
 
@@ -32,6 +33,7 @@ class BootFacts:
     honours_priority: bool
     reports_cached_tokens: bool
     key_agrees: bool | None
+    alarm: str | None = None  # a core.alarm.Mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class Boot:
     max_num_seqs: int | None
     max_model_len: int | None
     key_agrees: bool | None
+    alarm: str | None
     state: BootState
     running_jobs: int
     waiting_jobs: int
@@ -97,9 +100,41 @@ def start_boot(
         if not (is_own or row.is_silent or is_dead(row.host, row.pid, row.pid_started_at)):
             raise InstanceHeld(f"{boot.name}: process {row.pid} on {row.host} holds {boot.queue}.")
         mark_gone(conn, row.id, "replaced by its successor")
-    values = {name: getattr(boot, name) for name in NewBoot.__dataclass_fields__}
+    values = {name: getattr(boot, name) for name in NewBoot.__dataclass_fields__} | _former_rates(conn, boot)
     insert = sa.insert(instance_boot).values(**values, state=BootState.STARTING).returning(instance_boot.c.id)
     return int(conn.execute(insert).scalar_one())
+
+
+def _former_rates(conn: sa.Connection, boot: NewBoot) -> dict[str, float]:
+    """The rates of the newest boot of this instance that ran the same engine, where it had any."""
+    rates = (instance_boot.c.prefill_tokens_per_second, instance_boot.c.decode_tokens_per_second)
+    same = [instance_boot.c[name] == getattr(boot, name) for name in ("name", "engine", "model", "devices")]
+    newest = (
+        sa.select(*rates)
+        .where(*same, instance_boot.c.engine_arguments == list(boot.engine_arguments), rates[0].is_not(None))
+        .order_by(instance_boot.c.id.desc())
+        .limit(1)
+    )
+    row = conn.execute(newest).one_or_none()
+    return {} if row is None else dict(row._mapping)
+
+
+def former_keys(conn: sa.Connection, boot_id: int) -> list[bytes]:
+    """Prefix keys of the last jobs that ran on the boot before this one in its queue: what its cache lost."""
+    mine = sa.select(instance_boot.c.queue).where(instance_boot.c.id == boot_id).scalar_subquery()
+    former = (
+        sa.select(func.max(instance_boot.c.id))
+        .where(instance_boot.c.queue == mine, instance_boot.c.id < boot_id)
+        .scalar_subquery()
+    )
+    last = (
+        sa.select(cohort.c.id)
+        .where(cohort.c.instance_boot_id == former)
+        .order_by(cohort.c.sequence.desc())
+        .limit(_FORMER_COHORTS)
+    )
+    keys = sa.select(job.c.prefix_key).where(job.c.cohort_id.in_(last)).limit(_FORMER_JOBS)
+    return list(conn.execute(keys).scalars())
 
 
 def mark_ready(conn: sa.Connection, boot_id: int, facts: BootFacts) -> bool:
@@ -114,12 +149,16 @@ def mark_ready(conn: sa.Connection, boot_id: int, facts: BootFacts) -> bool:
     return done.rowcount == 1
 
 
-def heartbeat(conn: sa.Connection, boot_id: int, running_jobs: int, waiting_jobs: int) -> bool:
-    """Say that this boot lives. False: it was marked gone, and must not go on under this id."""
+def heartbeat(
+    conn: sa.Connection, boot_id: int, running_jobs: int, waiting_jobs: int, *, alarm: str | None = None
+) -> bool:
+    """Say that this boot lives, and what its results prove to be wrong with it. False: it was marked gone, and must
+    not go on under this id."""
+    alarmed = {"key_agrees": False, "alarm": alarm} if alarm is not None else {}
     done = conn.execute(
         sa.update(instance_boot)
         .where(instance_boot.c.id == boot_id, instance_boot.c.state != BootState.GONE)
-        .values(heartbeat_at=func.now(), running_jobs=running_jobs, waiting_jobs=waiting_jobs)
+        .values(heartbeat_at=func.now(), running_jobs=running_jobs, waiting_jobs=waiting_jobs, **alarmed)
     )
     return done.rowcount == 1
 
@@ -237,7 +276,7 @@ def list_boots(conn: sa.Connection) -> list[Boot]:
 
 
 def set_rates(conn: sa.Connection, boot_id: int, prefill: float, decode: float) -> None:
-    """Rates fitted from this boot's finished jobs, tokens per second."""
+    """Rates fitted from this boot's finished jobs, or lent by another's, tokens per second."""
     conn.execute(
         sa.update(instance_boot)
         .where(instance_boot.c.id == boot_id)

@@ -251,6 +251,7 @@ instance_boot = Table(
     Column("honours_priority", Boolean),
     Column("reports_cached_tokens", Boolean),
     Column("key_agrees", Boolean),  # our token ids against the engine's /tokenize; false is `key mismatch`
+    Column("alarm", Text),  # what is wrong where it is false: a member of core.alarm.Mismatch
     Column("state", Text, nullable=False),
     Column("running_jobs", Integer, nullable=False, server_default="0"),
     Column("waiting_jobs", Integer, nullable=False, server_default="0"),
@@ -293,7 +294,14 @@ job_result = Table(
     Index(
         "ix_job_result_recorded", "batch_id", "recorded_xid", "job_id", postgresql_where=text("batch_id is not null")
     ),
-    Index("ix_job_result_instance_boot_id", "instance_boot_id"),
+    Index("ix_job_result_boot_recorded", "instance_boot_id", "recorded_xid", "job_id"),
+    Index(
+        "ix_job_result_short",
+        "instance_boot_id",
+        "recorded_xid",
+        "job_id",
+        postgresql_where=text("cached_tokens < predicted_cached_tokens"),
+    ),
 )
 
 line_error = Table(

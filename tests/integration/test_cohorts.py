@@ -192,7 +192,11 @@ def test_a_returned_job_leaves_the_cohort_and_waits(database: Database, world: W
         assert results.record(conn, claim, [finished(world.jobs[0])]) == 0
         results.record(conn, claim, [finished(job_id) for job_id in world.jobs[1:]])
         assert cohorts.finish(conn, claim)
-        assert backlog.waiting_bulk(conn, MODEL, 10) == (1, [])
+        assert backlog.jobs_to_retry(conn, MODEL, 10) == []
+        conn.execute(sa.update(job).values(not_before=sa.text("now()")))
+        ((batch_id, waiting),) = backlog.jobs_to_retry(conn, MODEL, 10)
+        assert (batch_id, waiting.job_id) == ("batch_1", world.jobs[0])
+        assert backlog.jobs_after(conn, "batch_1", MODEL, 0, 10) == []
 
 
 def test_two_failures_take_a_cohort_apart_and_each_job_runs_alone(database: Database, world: World) -> None:
@@ -254,7 +258,7 @@ def test_a_cancelled_or_paused_batch_is_not_planned(database: Database, world: W
     with database.transaction() as conn:
         other = add_batch(conn, world.tenant, "batch_2", paused=True)
         jobs = add_jobs(conn, world.tenant, other, [5])
-        assert backlog.waiting_bulk(conn, MODEL, 10) == (1, [])
+        assert [found.id for found in backlog.open_batches(conn, 10)] == ["batch_1"]
         plan_one(conn, jobs, sequence=2)
         n_jobs = conn.execute(sa.select(cohort.c.n_jobs).where(cohort.c.sequence == 2)).scalar_one()
         assert n_jobs == 0
@@ -263,29 +267,38 @@ def test_a_cancelled_or_paused_batch_is_not_planned(database: Database, world: W
 def test_a_batch_still_in_intake_waits_for_the_rest_of_its_lines(database: Database, world: World) -> None:
     with database.transaction() as conn:
         other = add_batch(conn, world.tenant, "batch_2", intake_done=False)
-        add_jobs(conn, world.tenant, other, [5, 5, 5])
-        assert backlog.waiting_bulk(conn, MODEL, 10) == (1, [])
+
+        def is_open(least_lines: int) -> bool:
+            return other in [found.id for found in backlog.open_batches(conn, least_lines)]
+
         conn.execute(sa.update(batch).where(batch.c.id == other).values(intake_line=3))
-        assert len(backlog.waiting_bulk(conn, MODEL, 3)[1]) == 3
+        assert is_open(3)
+        assert not is_open(4)
         conn.execute(sa.update(batch).values(intake_done=True))
-        assert len(backlog.waiting_bulk(conn, MODEL, 10)[1]) == 3
+        assert is_open(4)
 
 
-def test_higher_classes_are_planned_first(database: Database, world: World) -> None:
+def test_batches_come_by_deadline(database: Database, world: World) -> None:
     with database.transaction() as conn:
-        low = add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2", priority=0), [5])
-        high = add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_3", priority=2), [6])
-        priority, jobs = backlog.waiting_bulk(conn, MODEL, 10)
-        assert (priority, [item.job_id for item in jobs]) == (2, high)
-        assert low not in jobs
+        soon = sa.text("now() + interval '1 hour'")
+        add_batch(conn, world.tenant, "batch_2", expires_at=soon, priority=2)
+        first, second = backlog.open_batches(conn, 10)
+        assert (first.id, first.priority, second.id) == ("batch_2", 2, "batch_1")
+        assert 3500 < first.seconds_left <= 3600
 
 
-def test_models_with_a_backlog_are_listed(database: Database, world: World) -> None:
+def test_jobs_are_read_by_model_and_in_order(database: Database, world: World) -> None:
     with database.transaction() as conn:
-        assert backlog.models_waiting(conn) == []
-        add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [5, 6])
-        conn.execute(sa.update(job).where(job.c.line_no == 2, job.c.batch_id == "batch_2").values(model="other"))
-        assert backlog.models_waiting(conn) == ["other", MODEL]
+        ids = add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [5, 6, 7])
+        conn.execute(sa.update(job).where(job.c.id == ids[1]).values(model="other"))
+
+        def after(model: str, last: int, limit: int = 10) -> list[int]:
+            return [found.job_id for found in backlog.jobs_after(conn, "batch_2", model, last, limit)]
+
+        assert after(MODEL, 0) == [ids[0], ids[2]]
+        assert after(MODEL, ids[0]) == [ids[2]]
+        assert after(MODEL, 0, limit=1) == [ids[0]]
+        assert after("other", 0) == [ids[1]]
 
 
 def test_a_steal_moves_the_tail_and_corrects_its_first_prediction(database: Database, world: World) -> None:
@@ -331,15 +344,6 @@ def test_silent_boots_are_reaped_with_their_cohorts(database: Database, world: W
         assert instances.reap_boots(conn, 15) == [world.boot]
         row = conn.execute(sa.select(cohort.c.state, cohort.c.failures)).one()
         assert (row.state, row.failures) == (CohortState.READY, 1)
-
-
-def test_unplanning_frees_what_was_never_tried(database: Database, world: World) -> None:
-    with database.transaction() as conn:
-        assert backlog.unplan_ready(conn, MODEL) == 4
-        assert len(backlog.waiting_bulk(conn, MODEL, 10)[1]) == 4
-        world.cohort = plan_one(conn, world.jobs)
-        world.claim(conn)
-        assert backlog.unplan_ready(conn, MODEL) == 0
 
 
 def test_the_last_key_of_a_queue_is_where_its_run_goes_on(database: Database, world: World) -> None:
@@ -399,12 +403,13 @@ def test_no_bulk_cohort_overtakes_a_suspect(database: Database, world: World) ->
 
 def test_jobs_that_ended_unplanned_leave_the_backlog(database: Database, world: World) -> None:
     with database.transaction() as conn:
-        add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [5, 6])
-        assert backlog.models_waiting(conn) == [MODEL]
+        ids = add_jobs(conn, world.tenant, add_batch(conn, world.tenant, "batch_2"), [5, 6])
+        assert backlog.jobs_by_batch(conn, ids) == [("batch_2", 2, 2)]
         results.end_jobs(
             conn, "batch_2", outcome=Outcome.CANCELLED, error_code=LineErrorCode.BATCH_CANCELLED, only_idle=True
         )
-        assert backlog.models_waiting(conn) == []
+        assert backlog.jobs_after(conn, "batch_2", MODEL, 0, 10) == []
+        assert backlog.jobs_by_batch(conn, ids) == [("batch_2", 2, 0)]
 
 
 def test_a_failed_batch_is_aborted_where_it_runs(database: Database, world: World) -> None:

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 import redis
 import sqlalchemy as sa
-from seeds import add_batch, add_boot, add_jobs, add_tenant
+from seeds import MODEL, add_batch, add_boot, add_jobs, add_tenant
 
 from service.broker import Publisher, make_app
 from service.core.model import CohortState, Priority
 from service.dispatcher import Dispatcher
 from service.reaper import Reaper
 from service.settings import Settings
-from service.store import instances
+from service.store import backlog, instances
 from service.store.session import Database
-from service.store.tables import batch, cohort, instance_boot, job
+from service.store.tables import cohort, instance_boot, job
 
 
 @pytest.fixture
@@ -60,11 +60,24 @@ def planned(database: Database) -> dict[str, list[int]]:
     return queues
 
 
+def finish(database: Database, *queues: str) -> None:
+    """What is out for these queues is done."""
+    is_out = cohort.c.state == CohortState.DISPATCHED
+    with database.transaction() as conn:
+        conn.execute(sa.update(cohort).where(is_out, cohort.c.queue.in_(queues)).values(state=CohortState.DONE))
+
+
+def run_out(database: Database, dispatcher: Dispatcher, *queues: str) -> None:
+    """Passes with engines that answer at once, until nothing is given out any more."""
+    while dispatcher.step():
+        finish(database, *queues)
+
+
 def test_jobs_that_share_a_prefix_run_together_on_one_instance(database: Database, dispatcher: Dispatcher) -> None:
     groups = [number % 8 for number in range(96)]
     random.Random(7).shuffle(groups)
     jobs = seed(database, groups, "one", "two")
-    dispatcher.step()
+    run_out(database, dispatcher, "instance.one", "instance.two")
     group_of = dict(zip(jobs, groups, strict=True))
     runs = {queue: [group_of[job_id] for job_id in ids] for queue, ids in planned(database).items()}
     assert sorted(len(run) for run in runs.values()) == [48, 48]
@@ -92,7 +105,7 @@ def test_a_new_instance_gets_its_share_of_what_is_not_out_yet(database: Database
     dispatcher.step()
     with database.transaction() as conn:
         add_boot(conn, "two", pid=2)
-    dispatcher.step()
+    run_out(database, dispatcher, "instance.one", "instance.two")
     sizes = {queue: len(ids) for queue, ids in planned(database).items()}
     assert sum(sizes.values()) == 200
     assert 80 <= sizes["instance.two"] <= 110
@@ -104,20 +117,39 @@ def test_work_of_a_dead_instance_goes_to_a_living_one(database: Database, dispat
     with database.transaction() as conn:
         boot_id = conn.execute(sa.select(instance_boot.c.id).where(instance_boot.c.name == "two")).scalar_one()
         instances.mark_gone(conn, boot_id, "test")
-    dispatcher.step()
+    finish(database, "instance.one")
+    run_out(database, dispatcher, "instance.one")
     assert {queue: len(ids) for queue, ids in planned(database).items()} == {"instance.one": 100}
 
 
-def test_an_idle_instance_takes_the_tail_of_a_busy_one(database: Database, dispatcher: Dispatcher) -> None:
+def test_an_instance_that_runs_dry_takes_what_waits_for_a_slow_one(database: Database, dispatcher: Dispatcher) -> None:
     seed(database, [number // 50 for number in range(200)], "one", "two")
-    dispatcher.step()
+    run_out(database, dispatcher, "instance.two")
+    sizes = {queue: len(ids) for queue, ids in planned(database).items()}
+    assert sum(sizes.values()) == 200
+    assert sizes["instance.one"] <= 24 + 8  # what was out when it stopped
+
+
+def test_what_is_written_for_a_slow_instance_is_taken_too(database: Database, dispatcher: Dispatcher) -> None:
+    jobs = seed(database, [1] * 64, "one", "two")
     with database.transaction() as conn:
-        before = len(planned(database)["instance.two"])
-        done = sa.update(cohort).where(cohort.c.queue == "instance.two").values(state=CohortState.DONE)
-        conn.execute(done)
+        rows = [
+            backlog.NewCohort(
+                model=MODEL,
+                queue="instance.one",
+                sequence=first,
+                priority=Priority.NORMAL,
+                alone=False,
+                body_bytes=80,
+                estimated_seconds=1.0,
+                job_ids=jobs[first : first + 8],
+                predicted_cached_tokens=[320] * 8,
+                first_of_group=[False] * 8,
+            )
+            for first in range(0, 64, 8)
+        ]
+        backlog.insert_cohorts(conn, rows)
     dispatcher.step()
-    queues = planned(database)
-    assert len(queues["instance.two"]) > before
     with database.transaction() as conn:
         moved = conn.execute(sa.select(cohort.c.id).where(cohort.c.moved, cohort.c.queue == "instance.two")).all()
     assert moved
@@ -156,19 +188,19 @@ def test_a_broker_that_is_down_delays_and_loses_nothing(
     assert len(again) == out == redis.Redis.from_url(broker_url).llen("instance.one")
 
 
-def test_a_higher_class_is_planned_though_a_window_is_planned_already(
-    database: Database, dispatcher: Dispatcher
-) -> None:
-    seed(database, [1] * 40, "one")
+def test_a_higher_class_comes_next_though_others_wait(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [1] * 400, "one")
     dispatcher.step()
     with database.transaction() as conn:
         tenant_id = add_tenant(conn, "other")
         add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_high", priority=Priority.HIGH), [3] * 8)
+    finish(database, "instance.one")
     dispatcher.step()
     with database.transaction() as conn:
-        classes = conn.execute(sa.select(cohort.c.priority).distinct()).scalars().all()
-        assert sorted(classes) == [Priority.NORMAL, Priority.HIGH]
-        assert conn.execute(sa.select(sa.func.count()).select_from(batch)).scalar_one() == 2
+        out = cohort.c.state == CohortState.DISPATCHED
+        classes = conn.execute(sa.select(cohort.c.priority).where(out).order_by(cohort.c.sequence)).scalars().all()
+    assert classes[0] == Priority.HIGH
+    assert classes[-1] == Priority.NORMAL
 
 
 def test_a_single_job_goes_where_bulk_work_left_its_prefix(database: Database, dispatcher: Dispatcher) -> None:
@@ -211,19 +243,31 @@ def test_single_jobs_spread_over_idle_instances(database: Database, dispatcher: 
     assert {len(ids) for ids in planned(database).values()} == {10}
 
 
-def test_two_classes_are_planned_once_each(database: Database, dispatcher: Dispatcher) -> None:
-    seed(database, [number // 50 for number in range(400)], "one")
+def test_a_lower_class_waits_for_the_higher(database: Database, dispatcher: Dispatcher) -> None:
+    normal = seed(database, [number // 50 for number in range(400)], "one")
     with database.transaction() as conn:
         tenant_id = add_tenant(conn, "other")
-        add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_low", priority=Priority.LOW), [9] * 400)
+        low = add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_low", priority=Priority.LOW), [9] * 400)
+    run_out(database, dispatcher, "instance.one")
+    order = planned(database)["instance.one"]
+    assert sorted(order[:400]) == normal
+    assert sorted(order[400:]) == low
 
-    def ids() -> list[int]:
-        with database.transaction() as conn:
-            return list(conn.execute(sa.select(cohort.c.id).order_by(cohort.c.id)).scalars())
 
-    dispatcher.step()
-    dispatcher.step()
-    first = ids()
-    dispatcher.step()
-    assert ids() == first
-    assert sum(map(len, planned(database).values())) == 800
+def test_tenants_take_turns(database: Database, dispatcher: Dispatcher) -> None:
+    seed(database, [1] * 400, "one")
+    with database.transaction() as conn:
+        tenant_id = add_tenant(conn, "other")
+        small = add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_small"), [2] * 40)
+    run_out(database, dispatcher, "instance.one")
+    order = planned(database)["instance.one"]
+    assert len(order) == 440
+    assert max(order.index(job_id) for job_id in small) < 100
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "affinity", "shared_queue"])
+def test_another_policy_can_be_set(settings: Settings, database: Database, publisher: Publisher, policy: str) -> None:
+    jobs = seed(database, [number % 4 for number in range(80)], "one", "two")
+    dispatcher = Dispatcher(replace(settings, plan_policy=policy), database, publisher)
+    run_out(database, dispatcher, "instance.one", "instance.two")
+    assert sorted(job_id for ids in planned(database).values() for job_id in ids) == jobs

@@ -33,6 +33,7 @@ from workers.life import Life
 from workers.owner import InstanceOwner, StartStopped
 from workers.runner import CohortRun
 from workers.runs import Runs
+from workers.watch import Watch
 
 T = TypeVar("T")
 RETURNED = sa.select(sa.func.count()).where(job.c.not_before.is_not(None))
@@ -343,6 +344,7 @@ def test_a_run_that_ends_leaves_the_newer_one_of_its_cohort_registered(bench: Be
         key_agrees=None,
         feeder=Feeder(engine=engine, admission=Admission(max_num_seqs=1, kv_capacity_tokens=None), timeout_seconds=1),
         loop=loop,
+        watch=Watch(facts=facts),
     )
     older = CohortRun(bench.database, life, make_claim(7), job_tries=1)
     newer = CohortRun(bench.database, life, dataclasses.replace(make_claim(7), attempt=2), job_tries=1)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.model import MissCause
-from service.core.usage import UNKNOWN, Usage, classify_miss, parse_usage, read_usage, total
+from service.core.alarm import Mismatch
+from service.core.history import Neighbour
+from service.core.model import Endpoint, MissCause
+from service.core.usage import (
+    UNKNOWN,
+    Circumstances,
+    Usage,
+    bypasses_cache,
+    classify_miss,
+    parse_usage,
+    read_usage,
+    total,
+)
 
 VLLM = {
     "usage": {
@@ -89,30 +101,46 @@ def test_totals_skip_what_is_unknown(lines: list[tuple[int | None, int | None, i
     assert (sums.hit_rate is None) == (sums.measured_prompt_tokens == 0)
 
 
-def miss(predicted: int, measured: int | None, **facts: object) -> MissCause | None:
-    defaults: dict = {"prompt_tokens": 1000, "block_size": 32, "first_of_group": False}
-    return classify_miss(predicted_cached_tokens=predicted, cached_tokens=measured, **(defaults | facts))
+def miss(predicted: int, measured: int | None, *, prompt_tokens: int = 1000, **known: Any) -> MissCause | None:
+    return classify_miss(
+        predicted_cached_tokens=predicted,
+        cached_tokens=measured,
+        prompt_tokens=prompt_tokens,
+        block_size=32,
+        circumstances=Circumstances(**known),
+    )
 
 
 @pytest.mark.parametrize(
-    ("facts", "cause"),
+    ("known", "cause"),
     [
         ({}, MissCause.UNKNOWN),
-        ({"neighbour_ran_here": True}, MissCause.EVICTED),
-        ({"neighbour_ran_here": False}, MissCause.FIRST_OF_GROUP),
-        ({"neighbour_ran_here": True, "other_instance": True}, MissCause.OTHER_INSTANCE),
-        ({"restarted": True, "other_instance": True}, MissCause.RESTARTED),
-        ({"salt_kept_apart": True}, MissCause.SALT),
-        ({"key_mismatch": True, "restarted": True}, MissCause.KEY_MISMATCH),
-        ({"cache_bypassed": True, "key_mismatch": True}, MissCause.CACHE_BYPASSED),
+        ({"neighbour": Neighbour.OLD}, MissCause.EVICTED),
+        ({"neighbour": Neighbour.OLD, "rerun": True, "moved": True}, MissCause.EVICTED),
+        ({"neighbour": Neighbour.IN_FLIGHT, "moved": True}, MissCause.IN_FLIGHT),
+        ({"neighbour": Neighbour.FORMER}, MissCause.RESTARTED),
+        ({"neighbour": Neighbour.COMPUTED}, MissCause.UNKNOWN),
+        ({"neighbour": Neighbour.COMPUTED, "shared_engine": True}, MissCause.EVICTED),
+        ({"neighbour": Neighbour.NOWHERE}, MissCause.FIRST_OF_GROUP),
+        ({"neighbour": Neighbour.NOWHERE, "leads_cohort": True}, MissCause.OTHER_INSTANCE),
+        ({"neighbour": Neighbour.NOWHERE, "moved": True}, MissCause.OTHER_INSTANCE),
+        ({"neighbour": Neighbour.NOWHERE, "moved": True, "rerun": True}, MissCause.RESTARTED),
+        ({"neighbour": Neighbour.OLD, "mismatch": Mismatch.TOKENS}, MissCause.KEY_MISMATCH),
+        ({"neighbour": Neighbour.OLD, "mismatch": Mismatch.BLOCK_SIZE}, MissCause.KEY_MISMATCH),
+        ({"neighbour": Neighbour.OLD, "mismatch": Mismatch.CACHE}, MissCause.SALT),
+        ({"cache_bypassed": True, "mismatch": Mismatch.TOKENS}, MissCause.CACHE_BYPASSED),
     ],
 )
-def test_a_shortfall_has_the_cause_that_explains_it_best(facts: dict[str, object], cause: MissCause) -> None:
-    assert miss(640, 0, **facts) is cause
-    assert miss(640, 640, **facts) is None
-    assert miss(640, 608, **facts) is cause
-    assert miss(640, 800, **facts) is None
-    assert miss(640, None, **facts) is None
+def test_a_shortfall_has_the_cause_that_explains_it_best(known: dict[str, Any], cause: MissCause) -> None:
+    assert miss(640, 0, **known) is cause
+    assert miss(640, 640, **known) is None
+    assert miss(640, 800, **known) is None
+    assert miss(640, None, **known) is None
+
+
+def test_a_prefix_that_is_there_in_part_lost_its_tail() -> None:
+    assert miss(640, 608, neighbour=Neighbour.COMPUTED) is MissCause.EVICTED
+    assert miss(640, 608, neighbour=Neighbour.OLD) is MissCause.EVICTED
 
 
 def test_prompts_that_nothing_was_predicted_for() -> None:
@@ -121,20 +149,62 @@ def test_prompts_that_nothing_was_predicted_for() -> None:
     assert miss(0, 0) is MissCause.BELOW_ONE_BLOCK
     assert miss(0, 0, prompt_tokens=20, first_of_group=True) is MissCause.BELOW_ONE_BLOCK
     assert miss(0, 320) is None
+    assert miss(0, 992, first_of_group=True) is None  # all that can be served of 1000 tokens was
+
+
+def test_a_group_that_began_elsewhere_is_no_first() -> None:
+    """A steal corrects the prediction of its first job to nothing."""
+    assert miss(0, 0, moved=True) is MissCause.OTHER_INSTANCE
+    assert miss(0, 0, moved=True, rerun=True) is MissCause.RESTARTED
+
+
+@given(
+    st.integers(0, 2000),
+    st.integers(0, 2000),
+    st.builds(
+        Circumstances,
+        neighbour=st.sampled_from([*Neighbour]),
+        first_of_group=st.booleans(),
+        leads_cohort=st.booleans(),
+        moved=st.booleans(),
+        rerun=st.booleans(),
+        cache_bypassed=st.booleans(),
+        mismatch=st.none() | st.sampled_from(Mismatch),
+        shared_engine=st.booleans(),
+    ),
+)
+def test_every_missing_token_has_a_cause(predicted: int, measured: int, known: Circumstances) -> None:
+    cause = classify_miss(
+        predicted_cached_tokens=predicted,
+        cached_tokens=measured,
+        prompt_tokens=2001,
+        block_size=32,
+        circumstances=known,
+    )
+    if measured < predicted:
+        assert cause is not None
+        sure_and_cold = known.neighbour is Neighbour.COMPUTED and measured == 0 and known.mismatch is None
+        assert (cause is MissCause.UNKNOWN) <= sure_and_cold
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "bypasses"),
+    [
+        (Endpoint.CHAT, {"prompt_logprobs": 0}, True),
+        (Endpoint.CHAT, {"prompt_logprobs": None}, False),
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": 'what is "prompt_logprobs"?'}]}, False),
+        (Endpoint.CHAT, {"echo": True}, True),
+        (Endpoint.CHAT, {"logprobs": True, "top_logprobs": 3}, False),
+        (Endpoint.COMPLETIONS, {"echo": True}, False),
+        (Endpoint.COMPLETIONS, {"echo": True, "logprobs": 1}, True),
+        (Endpoint.COMPLETIONS, {"logprobs": 1}, False),
+    ],
+)
+def test_what_reads_no_cache(endpoint: Endpoint, body: dict[str, Any], bypasses: bool) -> None:
+    assert bypasses_cache(endpoint, json.dumps(body).encode()) is bypasses
+    assert not bypasses_cache(endpoint, b"no json")
 
 
 def test_an_absurd_count_is_unknown() -> None:
     usage = parse_usage({"usage": {"prompt_tokens": 10**30, "completion_tokens": 2**31 - 1}})
     assert (usage.prompt_tokens, usage.completion_tokens) == (None, 2**31 - 1)
-
-
-def test_the_first_job_of_a_stolen_cohort_misses_because_its_group_ran_elsewhere() -> None:
-    cause = classify_miss(
-        predicted_cached_tokens=0,
-        cached_tokens=0,
-        prompt_tokens=640,
-        block_size=32,
-        first_of_group=False,
-        other_instance=True,
-    )
-    assert cause is MissCause.OTHER_INSTANCE

@@ -30,6 +30,7 @@ class EngineFacts:
     honours_priority: bool
     reports_cached_tokens: bool
     pid: int | None = None
+    told_block_size: int | None = None  # the engine's own word, where `block_size` is the operator's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ class OpenAIEngine:
             honours_salt=probed.honours_salt,
             honours_priority=probed.honours_priority,
             reports_cached_tokens=probed.reports_cached_tokens,
+            told_block_size=block_size,
         )
 
     async def submit(self, request: EngineRequest) -> EngineReply:
