@@ -16,6 +16,8 @@ from rich.table import Table
 
 from service.cli_fit import show_fit
 from service.connections import find_connections
+from service.core.alarm import ADVICE, Mismatch
+from service.core.model import MissCause
 from service.errors import NoSuchBatch
 from service.fleet import load_models
 from service.migrate import check_schema
@@ -35,6 +37,7 @@ class Report:
     batches: list[store.BatchStats]
     groups: list[store.GroupStats]
     misses: list[store.MissStats]
+    miss_totals: store.MissStats | None  # of all jobs; None where misses were not asked for
     byte_key_models: frozenset[str]  # served without a tokenizer: their keys are made of bytes
 
 
@@ -80,6 +83,7 @@ def read_report(conn: sa.Connection, settings: Settings, batch_id: str | None, *
         batches=batches,
         groups=store.group_stats(conn, batch_id) if batch_id else [],
         misses=store.miss_stats(conn, batch_id) if misses else [],
+        miss_totals=store.miss_totals(conn, batch_id) if misses else None,
         byte_key_models=frozenset(name for name, model in models.items() if model.tokenizer is None),
     )
 
@@ -93,6 +97,7 @@ def as_json_object(report: Report) -> dict[str, Any]:
         ],
         "groups": [_flat(row) for row in report.groups],
         "misses": [dataclasses.asdict(row) for row in report.misses],
+        "miss_totals": _total_object(report),
         "byte_key_models": sorted(report.byte_key_models),
     }
 
@@ -104,8 +109,8 @@ def tables(report: Report) -> list[Table]:
     parts = [*batches, instance_table(report.instances)]
     if report.groups:
         parts.append(group_table(report.groups))
-    if report.misses:
-        parts.append(miss_table(report.misses))
+    if report.miss_totals is not None:
+        parts.append(miss_table(report.misses, report.miss_totals))
     return parts
 
 
@@ -164,23 +169,48 @@ def batch_sheet(row: store.BatchStats) -> Table:
     return sheet
 
 
-def miss_table(rows: Sequence[store.MissStats]) -> Table:
-    """Why prompt tokens were computed."""
-    table = _table("Misses by cause", ["cause"], ["jobs", "prompt", "computed", "short of prediction"])
+def miss_table(rows: Sequence[store.MissStats], totals: store.MissStats) -> Table:
+    """Why prompt tokens were computed, and which of these the plan had counted on."""
+    table = _table("Misses by cause", ["cause"], ["jobs", "prompt", "computed", "missing"])
     for row in rows:
-        numbers = (row.jobs, row.prompt_tokens, row.computed_tokens, row.short_tokens)
-        table.add_row(row.cause.value, *(f"{n:,}" for n in numbers))
+        table.add_row(row.cause or "", *_miss_cells(row))
+    without = {name: getattr(totals, name) - sum(getattr(row, name) for row in rows) for name in _MISS_NUMBERS}
+    if without["jobs"]:
+        table.add_row("(no miss)", *(f"{number:,}" for number in without.values()))
+    table.add_section()
+    table.add_row("all", *_miss_cells(totals))
     return table
+
+
+_MISS_NUMBERS = ("jobs", "prompt_tokens", "computed_tokens", "short_tokens")
+
+
+def _miss_cells(row: store.MissStats) -> list[str]:
+    return [f"{getattr(row, name):,}" for name in _MISS_NUMBERS]
+
+
+def _total_object(report: Report) -> dict[str, Any] | None:
+    """The sums of all jobs, and the share of the missing tokens whose cause is known; null where none is missing."""
+    totals = report.miss_totals
+    if totals is None:
+        return None
+    unknown = sum(row.short_tokens for row in report.misses if row.cause is MissCause.UNKNOWN)
+    share = 1 - unknown / totals.short_tokens if totals.short_tokens else None
+    return {**{name: getattr(totals, name) for name in _MISS_NUMBERS}, "explained_share": share}
 
 
 def notes(report: Report) -> list[str]:
     """What a reader must know before trusting the tables."""
     said = []
-    mismatched = sorted({row.name for row in report.instances if row.key_mismatch})
-    if mismatched:
+    for alarm in Mismatch:
+        alarmed = sorted({row.name for row in report.instances if row.alarm is alarm})
+        if alarmed:
+            said.append(f"KEY MISMATCH on {', '.join(alarmed)}: {ADVICE[alarm]}.")
+    earlier = sorted({row.name for row in report.instances if row.key_mismatch and row.alarm is None})
+    if earlier:
         said.append(
-            f"KEY MISMATCH on {', '.join(mismatched)}: its tokens are not those the prefix keys are made of, "
-            "so the plan and every prediction for it are wrong. Check `tokenizer` and `revision` in MODELS."
+            f"KEY MISMATCH on {', '.join(earlier)} in a boot that counts here: predictions for it were wrong. "
+            "Its log says what was."
         )
     simulated = sorted({row.name for row in report.instances if row.is_simulated})
     if simulated:

@@ -18,7 +18,7 @@ from service.store.session import Database
 log = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 10.0
-_RESULTS = 2_000  # newest, that a fit rests on: at 32 sequences within a tenth of the truth, and 20 ms of work
+_RESULTS = 2_000  # newest, that a fit rests on: at 32 sequences within a tenth of the truth, and 40 ms of work
 _NEW_RESULTS = 100  # that make another fit worth while
 _WORTH_WRITING = 0.05  # relative change: a rate that differs by less moves no cut, and would only unsettle the plan
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from service.api import batches, errors, files, health, jobs, models, results
+from service.api import batches, errors, files, health, jobs, metrics, models, results
 from service.api.auth import check_reachable_with_key
 from service.api.context import Context
 from service.api.scope import RequestScope
@@ -51,9 +51,10 @@ def create_app(
         tokenizing=Tokenizing(models_, default_output_tokens=settings.default_output_tokens),
         waiter=waiter,
     )
+    app.state.metrics = metrics.Metrics()
     errors.install(app)
     app.add_middleware(RequestScope)
-    for part in (files, batches, results, jobs, models, health):
+    for part in (files, batches, results, jobs, models, health, metrics):
         app.include_router(part.router)
     return app
 

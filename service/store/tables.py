@@ -294,6 +294,13 @@ job_result = Table(
     Index(
         "ix_job_result_recorded", "batch_id", "recorded_xid", "job_id", postgresql_where=text("batch_id is not null")
     ),
+    # Rows lie in about this order, so a summary of ranges is enough, and costs next to nothing on a write.
+    Index(
+        "ix_job_result_recorded_xid",
+        "recorded_xid",
+        postgresql_using="brin",
+        postgresql_with={"autosummarize": "on"},
+    ),
     Index("ix_job_result_boot_recorded", "instance_boot_id", "recorded_xid", "job_id"),
     Index(
         "ix_job_result_short",

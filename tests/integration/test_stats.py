@@ -16,6 +16,7 @@ from rich.console import Console
 from seeds import FACTS, MODEL, add_batch, add_boot, add_jobs, add_tenant
 
 from service import cli_stats
+from service.core.alarm import Mismatch
 from service.core.model import BatchStatus, MissCause, Outcome
 from service.errors import NoSuchBatch
 from service.settings import Settings, child_environment
@@ -122,6 +123,35 @@ def test_misses_are_ordered_by_what_they_cost(database: Database, jobs: list[int
     ]
 
 
+def test_the_sums_by_cause_are_parts_of_the_whole(database: Database, settings: Settings, jobs: list[int]) -> None:
+    with database.transaction() as conn:
+        add_result(conn, jobs[5], None, 300, miss_cause=MissCause.UNKNOWN)
+        report = cli_stats.read_report(conn, settings, "batch_1", misses=True)
+        quiet = cli_stats.read_report(conn, settings, "batch_1", misses=False)
+    assert report.miss_totals is not None
+    whole = report.miss_totals
+    assert (whole.jobs, whole.prompt_tokens, whole.computed_tokens, whole.short_tokens) == (5, 4 * PROMPT, 820, 244)
+    said = cli_stats.as_json_object(report)["miss_totals"]
+    assert said["explained_share"] == pytest.approx(224 / 244)
+    assert cli_stats.as_json_object(quiet)["miss_totals"] is None
+    lines = shown(report).partition("Misses by cause")[2].splitlines()
+    rows = {line.split("  ")[0].strip(): [cell for cell in line.split("  ") if cell.strip()][1:] for line in lines}
+    assert [cell.strip() for cell in rows["(no miss)"]] == ["1", "384", "64", "0"]
+    assert [cell.strip() for cell in rows["all"]] == ["5", "1,536", "820", "244"]
+
+
+def test_the_misses_fit_eighty_columns(database: Database, jobs: list[int]) -> None:
+    many = 10**11
+    row = stats.MissStats(
+        cause=MissCause.FIRST_OF_GROUP, jobs=10**7, prompt_tokens=many, computed_tokens=many, short_tokens=many
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(cli_stats.miss_table([row], replace(row, cause=None)))
+    text = console.export_text()
+    assert text.count("100,000,000,000") == 6
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
 def shown(report: cli_stats.Report) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     for table in cli_stats.tables(report):
@@ -134,7 +164,7 @@ def test_the_report_says_what_not_to_trust(database: Database, settings: Setting
     settings.models_path.write_text(f"[models.{MODEL}]\n")
     with database.transaction() as conn:
         bad = add_boot(conn, "bad", pid=9, ready=False)
-        instances.mark_ready(conn, bad, replace(FACTS, key_agrees=False))
+        instances.mark_ready(conn, bad, replace(FACTS, key_agrees=False, alarm=Mismatch.BLOCK_SIZE))
         add_result(conn, jobs[5], bad, 0)
         report = cli_stats.read_report(conn, settings, "batch_1", misses=True)
         with pytest.raises(NoSuchBatch):
@@ -142,7 +172,7 @@ def test_the_report_says_what_not_to_trust(database: Database, settings: Setting
         every = cli_stats.read_report(conn, settings, None, misses=False)
     text, notes = shown(report), " ".join(cli_stats.notes(report))
     assert "KEY MISMATCH" in text
-    assert "KEY MISMATCH on bad" in notes
+    assert "KEY MISMATCH on bad: its cache works in other blocks" in notes
     assert "Simulated, computed by no model: bad, one." in notes
     assert f"No tokenizer for {MODEL}" in notes
     assert "1 answered jobs do not say" in notes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -173,3 +175,16 @@ def test_a_label_names_the_prefix_at_a_depth() -> None:
     assert prefix.group_label(key, 32) == "01020304"
     assert prefix.group_label(key, 70) == "05060708"
     assert prefix.group_label(key, 4000) == "090a0b0c"
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=60))
+def test_neighbours_share_what_two_keys_share(rungs: list[list[int]]) -> None:
+    keys = [b"".join((rung * 7).to_bytes(4, "big") for rung in path) for path in rungs]  # a rung of zeros too
+    expected = [0, *(prefix.shared_tokens(a, b) for a, b in itertools.pairwise(keys))][: len(keys)]
+    assert prefix.neighbour_shared_tokens(keys).tolist() == expected
+
+
+def test_neighbours_share_across_the_blocks_they_are_compared_in() -> None:
+    keys = [(number // 3).to_bytes(4, "big") + b"same" * (number % 700) for number in range(9_000)]
+    expected = [0, *(prefix.shared_tokens(a, b) for a, b in itertools.pairwise(keys))]
+    assert prefix.neighbour_shared_tokens(keys).tolist() == expected
