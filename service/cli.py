@@ -1,4 +1,4 @@
-"""The commands that come with the server: up, demo, keys, plan, stats, migrate, servers; an entry point adds them."""
+"""The commands that come with the server: up, demo, keys, plan, stats, doctor, migrate, servers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from service.cli_doctor import doctor
 from service.cli_keys import keys
 from service.cli_plan import plan
 from service.cli_stats import stats
@@ -27,6 +28,7 @@ def register(app: typer.Typer) -> None:
     app.command("demo")(demo)
     app.command("plan")(plan)
     app.command("stats")(stats)
+    app.command("doctor")(doctor)
     app.command("migrate")(migrate)
     app.command("servers")(servers)
     app.add_typer(keys, name="keys")

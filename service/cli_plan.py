@@ -235,6 +235,7 @@ def run_plan(asked: Asked, settings: Settings) -> PlanReport:
         plan_seconds=seconds,
         forecast=forecast,
         is_model_ignored=asked.model is not None and found.model is None,
+        export=asked.export,
     )
 
 

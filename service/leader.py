@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.store.session import Database
 
-_LEADER_LOCK = 0x7472756E6B  # "trunk"
+LEADER_LOCK = 0x7472756E6B  # "trunk"
 
 
 class Leader:
@@ -16,7 +16,7 @@ class Leader:
 
     def leads(self) -> bool:
         """True once this process holds the lock (asking again is free: the lock is the session's)."""
-        row = self._connection.execute("select pg_try_advisory_lock(%s)", [_LEADER_LOCK]).fetchone()
+        row = self._connection.execute("select pg_try_advisory_lock(%s)", [LEADER_LOCK]).fetchone()
         return bool(row and row[0])
 
     def wait(self, seconds: float) -> None:

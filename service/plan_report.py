@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ class PlanReport:
     plan_seconds: float  # from keys to plan, on this machine
     forecast: Forecast
     is_model_ignored: bool  # --model with a trace
+    export: Path | None  # where the plan was written
 
     @property
     def too_long(self) -> int:
@@ -41,7 +43,7 @@ class PlanReport:
 def print_report(report: PlanReport, *, as_json: bool) -> None:
     """To standard output; what a reader must know before trusting it, to standard error."""
     for note in notes(report):
-        typer.echo(f"trunkline: {note}", err=True)
+        typer.echo(note, err=True)
     if as_json:
         typer.echo(json.dumps(as_json_object(report)))
         return
@@ -54,7 +56,9 @@ def notes(report: PlanReport) -> list[str]:
     """One sentence each."""
     said = []
     if report.too_long:
-        said.append(f"Left out, as longer than the cache: {report.too_long:,} of {report.jobs + report.too_long:,} jobs.")
+        said.append(
+            f"Left out, as longer than the cache: {report.too_long:,} of {report.jobs + report.too_long:,} jobs."
+        )
     if report.source.byte_keyed_jobs:
         said.append(
             f"{report.source.byte_keyed_jobs:,} prompts have no tokenizer, or their chat template refuses them: "
@@ -62,6 +66,8 @@ def notes(report: PlanReport) -> list[str]:
         )
     if report.source.is_over_batch_limit:
         said.append("The file has more lines than TRUNKLINE_MAX_LINES lets into one batch: submit it in parts.")
+    if report.export is not None:
+        said.append(f"Wrote the plan of {report.jobs:,} jobs to {report.export}.")
     if report.is_model_ignored:
         said.append("A trace holds no text, so --model changes nothing.")
     return said
@@ -116,7 +122,7 @@ def fact_sheet(report: PlanReport) -> Table:
         "prefix groups": f"{sharing.prefix_groups:,}",
         "shared share": percent(sharing.shared_share),
         "bound": f"{percent(sharing.bound)} of the prompt tokens, the most any schedule gets from cache",
-        "plan": f"{report.cohorts:,} cohorts{windows}, made in {report.plan_seconds:,.3f} s",
+        "plan": f"{report.cohorts:,} cohort{'s' if report.cohorts != 1 else ''}{windows}, made in {report.plan_seconds:,.3f} s",
     }
     sheet = Table.grid(padding=(0, 2))
     for name, value in facts.items():
@@ -126,7 +132,13 @@ def fact_sheet(report: PlanReport) -> Table:
 
 def policy_table(forecast: Forecast) -> Table:
     """The chosen policy first, then the baselines."""
-    table = Table(title="\nSimulated: nothing was run", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title="\nSimulated: nothing was run",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("policy", overflow="fold")
     for name in ("hit rate", "of bound", "makespan", "vs round robin", "max/mean", "replicated"):
         table.add_column(name, justify="right", overflow="fold")

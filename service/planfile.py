@@ -304,19 +304,24 @@ def read_cost(path: Path) -> CostModel:
 
 def check_export(target: Path, source: str) -> None:
     """Raises InputRefused where the plan could not be written to `target`, before any work is done."""
-    if target.is_dir():
-        raise InputRefused(f"--export: {target} is a folder.")
-    if not target.absolute().parent.is_dir():
-        raise InputRefused(f"--export: the folder {target.absolute().parent} is not there.")
-    if source != STANDARD_INPUT and target.exists() and target.samefile(source):
-        raise InputRefused(f"--export: {target} is INPUT itself.")
+    if str(target) == STANDARD_INPUT:
+        raise InputRefused("--export needs a file: standard output has the figures.")
+    try:
+        if target.is_dir():
+            raise InputRefused(f"--export: {target} is a folder.")
+        if not target.absolute().parent.is_dir():
+            raise InputRefused(f"--export: the folder {target.absolute().parent} is not there.")
+        if source != STANDARD_INPUT and Path(source).exists() and target.exists() and target.samefile(source):
+            raise InputRefused(f"--export: {target} is INPUT itself.")
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
+        raise InputRefused(f"--export: {target} cannot be written: {_why(error)}.") from error
 
 
 def write_plan(target: Path, cohorts: Iterable[PlannedCohort]) -> None:
     """One line per job, instance by instance in execution order; whole or not at all. Raises InputRefused."""
-    target = target.resolve()  # a link stays one
-    is_plain = target.is_file() or not target.exists()
-    draft = target.with_name(f".{target.name}.{token_hex(4)}") if is_plain else target  # a pipe is written to
+    is_plain = target.is_file() or not target.exists()  # anything else, a pipe say, is written to as it is
+    target = target.resolve() if is_plain else target  # a link stays one
+    draft = target.with_name(f".{token_hex(8)}.trunkline-plan") if is_plain else target
     try:
         with draft.open("xb" if is_plain else "wb") as output:
             output.writelines(_export_lines(cohorts))

@@ -38,6 +38,7 @@ RANKS = {
     "service.celery_app": SURFACE,
     "service.cli": SURFACE,
     "service.cli_stats": SURFACE,
+    "service.cli_doctor": SURFACE,
     "service.cli_fit": SURFACE,
     "service.cli_keys": SURFACE,
     "service.cli_plan": SURFACE,

@@ -58,9 +58,7 @@ class Lives:
     async def begin(self, former: Life | None = None) -> None:
         """A new boot: of the engine of `former` where it runs on, else of a new one. Raises with nothing left behind,
         except that an engine which ran before goes on where only the row could not be written."""
-        boot_id, former_keys = await asyncio.to_thread(self._start_boot)
-        self.boot_id = boot_id
-        self._former_keys = former_keys
+        boot_id = await self._row()
         try:
             life = await self._ready_life(boot_id, former)
             self._boot_lost.clear()
@@ -99,6 +97,21 @@ class Lives:
         if self._engine is not None:
             await self._engine.stop(_ENGINE_GRACE_SECONDS)
             self._engine = None
+
+    async def _row(self) -> int:
+        """A new boot row; its id. Told to stop meanwhile, it marks the row gone: one that nobody knows of would hold
+        the queue until it is stale."""
+        starting = asyncio.create_task(asyncio.to_thread(self._start_boot))
+        try:
+            boot_id, self._former_keys = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            (outcome,) = await asyncio.gather(starting, return_exceptions=True)
+            if not isinstance(outcome, BaseException):
+                self.boot_id, _ = outcome
+                await self.end("stopped")
+            raise
+        self.boot_id = boot_id
+        return boot_id
 
     async def _ready_life(self, boot_id: int, former: Life | None) -> Life:
         if former is not None and former.engine is self._engine:

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from service.core.alarm import ADVICE, WINDOW_JOBS, Mismatch, Observation, judge
-from service.core.history import History, prefix_of
+from service.core.history import History, Neighbour, prefix_of
 from service.core.model import MissCause
 from service.core.usage import Circumstances, Usage, bypasses_cache, classify_miss
 from service.store.cohorts import Claim, ClaimedJob
@@ -76,38 +76,19 @@ class Watch:
 
     def finish(self, item: Ended, claim: Claim, usage: Usage, *, leads: bool) -> MissCause | None:
         """A job was answered: remember it, and say why fewer tokens came from the cache than might have."""
-        job = item.job
-        planned = self._planned_tokens(job, usage)
-        cached, predicted = usage.cached_tokens, job.predicted_cached_tokens
-        bypassed = cached is not None and cached < predicted and bypasses_cache(job.endpoint, job.body)
+        job, cached = item.job, usage.cached_tokens
+        bypassed = (
+            cached is not None and cached < job.predicted_cached_tokens and bypasses_cache(job.endpoint, job.body)
+        )
         prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else job.prompt_tokens
-        with self._lock:
-            found = self._history.end(
-                job.job_id,
-                job.prefix_key,
-                predicted,
-                fed_at=item.ended_at - item.run_seconds,
-                ended_at=item.ended_at,
-                written_tokens=max(0, prompt_tokens - (cached or 0)) + (usage.completion_tokens or 0),
-            )
-            self._seen.append(
-                Observation(
-                    prefix=prefix_of(job.prefix_key, predicted),
-                    predicted_cached_tokens=predicted,
-                    cached_tokens=None if bypassed else cached,
-                    planned_prompt_tokens=planned,
-                    prompt_tokens=usage.prompt_tokens,
-                    neighbour=found,
-                )
-            )
         return classify_miss(
-            predicted_cached_tokens=predicted,
+            predicted_cached_tokens=job.predicted_cached_tokens,
             cached_tokens=cached,
             prompt_tokens=prompt_tokens,
             block_size=self._block_size or 1,
             circumstances=Circumstances(
                 first_of_group=job.first_of_group,
-                neighbour=found,
+                neighbour=self._remember(item, usage, prompt_tokens, None if bypassed else cached),
                 leads_cohort=leads,
                 moved=claim.moved,
                 rerun=claim.attempt > 1,
@@ -116,6 +97,31 @@ class Watch:
                 shared_engine=self._engine == "openai",
             ),
         )
+
+    def _remember(self, item: Ended, usage: Usage, prompt_tokens: int, evidence: int | None) -> Neighbour:
+        """Where its prefix had been computed. `evidence`: its cached tokens, where they say something of the cache."""
+        job = item.job
+        planned = self._planned_tokens(job, usage)
+        written_tokens = max(0, prompt_tokens - (usage.cached_tokens or 0)) + (usage.completion_tokens or 0)
+        with self._lock:
+            found = self._history.end(
+                job.job_id,
+                job.prefix_key,
+                job.predicted_cached_tokens,
+                fed_at=item.ended_at - item.run_seconds,
+                ended_at=item.ended_at,
+                written_tokens=written_tokens,
+            )
+            observed = Observation(
+                prefix=prefix_of(job.prefix_key, job.predicted_cached_tokens),
+                predicted_cached_tokens=job.predicted_cached_tokens,
+                cached_tokens=evidence,
+                planned_prompt_tokens=planned,
+                prompt_tokens=usage.prompt_tokens,
+                neighbour=found,
+            )
+            self._seen.append(observed)
+        return found
 
     def check(self) -> Mismatch | None:
         """The alarm, judged anew; said in the log once."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from service.core import cut, plan, steal
 from service.core.pending import Pending
-from service.core.phases import split_phases
+from service.core.phases import keep_more, met_first_come, split_phases
 from service.core.plan import InstanceView, Limits, PlannedCohort
 from service.core.policy import Arrivals
 from service.core.prefix import (
@@ -218,17 +218,30 @@ class FlowPlan:
         prompts, view = backlog.prompt_tokens[order], self._fleet.views[0]
         _, cached = plan.follow(keys, prompts, dataclasses.replace(view, held_key=None))
         seconds = plan.estimated_seconds(cached, prompts, backlog.output_tokens[order], view)
-        out = sum(self._fleet.out_seconds) / len(self._fleet.views)
+        start = now_seconds + sum(self._fleet.out_seconds) / len(self._fleet.views)
         parts = split_phases(
             seconds=seconds,
-            deadlines=deadlines[order],
+            due=self._due(slots[order], seconds, start, servers),
             groups=prefix_groups(keys, prompts),
-            arrivals=slots[order],
-            now_seconds=now_seconds + out,
+            now_seconds=start,
             servers=servers,
             slack_seconds=min(self._limits.cohort_seconds, float(seconds.sum()) / servers / self._limits.cohort_share),
         )
         return [slots[order[part]] for part in parts]
+
+    def _due(self, slots: IntArray, seconds: cut.FloatArray, start_seconds: float, servers: float) -> cut.FloatArray:
+        """The deadlines to keep, inf for the others: of jobs planned for the first time, those that first come, first
+        served would meet. Arrays in key order."""
+        due, deadlines = self._pending.due(slots), self._pending.deadlines(slots)
+        fresh = np.isnan(due)
+        if fresh.any():
+            met = met_first_come(
+                seconds=seconds, deadlines=deadlines, arrivals=slots, now_seconds=start_seconds, servers=servers
+            )
+            due[fresh] = np.where(met, deadlines, np.inf)[fresh]
+        due = keep_more(seconds=seconds, due=due, deadlines=deadlines, now_seconds=start_seconds, servers=servers)
+        self._pending.set_due(slots, due)
+        return due
 
     def _stolen(self, thief: int) -> Piece | None:
         """The tail of the run with most work left, or half of it, where that ends sooner than it would at home."""

@@ -1,6 +1,6 @@
 """The jobs of one flow that wait, in slots: arrays that grow by doubling, and are packed at every plan.
 
-36 bytes a job in arrays (at most twice that after a growth) and one reference to its key. A slot's key is given up as
+44 bytes a job in arrays (at most twice that after a growth) and one reference to its key. A slot's key is given up as
 soon as its job is taken, so memory falls with the backlog.
 """
 
@@ -24,6 +24,7 @@ _COLUMNS: dict[str, type] = {
     "body_bytes": np.int32,
     "owners": np.int32,
     "deadlines": np.float64,
+    "due": np.float64,
     "alive": np.bool_,
 }
 
@@ -52,6 +53,7 @@ class Pending:
             "body_bytes": arrivals.jobs.body_bytes,
             "owners": arrivals.owners,
             "deadlines": arrivals.deadlines,
+            "due": np.nan,
             "alive": True,
         }
         for name, value in values.items():
@@ -70,6 +72,15 @@ class Pending:
         """float64[slots]."""
         found: FloatArray = self._columns["deadlines"][np.asarray(slots, dtype=np.int64)]
         return found
+
+    def due(self, slots: IntArray) -> FloatArray:
+        """float64[slots]: the deadlines that are kept, inf for others; nan where that was not said yet."""
+        found: FloatArray = self._columns["due"][slots]
+        return found
+
+    def set_due(self, slots: IntArray, due: FloatArray) -> None:
+        """Say which deadlines are kept."""
+        self._columns["due"][slots] = due
 
     def alive(self, slots: Iterable[int]) -> list[int]:
         """Those of the slots whose job still waits, in the order given."""

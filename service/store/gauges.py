@@ -7,9 +7,7 @@ index on `recorded_xid` finds them. Only the first read of a process goes over t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
 
 import sqlalchemy as sa
 from sqlalchemy import func
@@ -206,55 +204,3 @@ def open_batches(conn: sa.Connection) -> list[BatchGauge]:
         .order_by(batch.c.priority)
     )
     return [BatchGauge(**row._mapping) for row in rows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedCounts:
-    """The accounting of one terminal batch, from its progress rows."""
-
-    batch_id: str
-    total: int
-    completed: int
-    failed: int
-    cancelled: int
-    expired: int
-
-
-def ended_batches(conn: sa.Connection, limit: int) -> list[EndedCounts]:
-    """The newest batches that ended with their lines accounted for (a batch that failed validation has none)."""
-    newest = (
-        sa.select(batch.c.id, batch.c.total)
-        .where(batch.c.status.not_in((*_OPEN, BatchStatus.FINALIZING)), batch.c.total > 0)
-        .order_by(batch.c.id.desc())
-        .limit(limit)
-        .subquery("newest")
-    )
-    kinds = ("completed", "failed", "cancelled", "expired")
-    sums = [sa.cast(func.coalesce(func.sum(batch_progress.c[kind]), 0), sa.BigInteger).label(kind) for kind in kinds]
-    rows = conn.execute(
-        sa.select(newest.c.id.label("batch_id"), newest.c.total, *sums)
-        .select_from(newest.outerjoin(batch_progress, batch_progress.c.batch_id == newest.c.id))
-        .group_by(newest.c.id, newest.c.total)
-    )
-    return [EndedCounts(**row._mapping) for row in rows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrandedQueue:
-    """Planned work of a queue that no live boot serves."""
-
-    queue: str
-    cohorts: int
-    oldest_at: datetime
-
-
-def stranded_queues(conn: sa.Connection) -> Sequence[StrandedQueue]:
-    """Queues with open cohorts and no boot that is not gone."""
-    served = sa.exists().where(instance_boot.c.queue == cohort.c.queue, instance_boot.c.state != BootState.GONE)
-    rows = conn.execute(
-        sa.select(cohort.c.queue, func.count().label("cohorts"), func.min(cohort.c.created_at).label("oldest_at"))
-        .where(cohort.c.state.in_((CohortState.READY, CohortState.DISPATCHED, CohortState.RUNNING)), ~served)
-        .group_by(cohort.c.queue)
-        .order_by(cohort.c.queue)
-    )
-    return [StrandedQueue(**row._mapping) for row in rows]

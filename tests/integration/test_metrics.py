@@ -16,7 +16,7 @@ from test_stats import add_result
 from service.api.metrics import Metrics
 from service.core.model import CohortState, MissCause, Outcome
 from service.settings import Settings
-from service.store import backlog, gauges, instances
+from service.store import backlog, gauges, health, instances
 from service.store.session import Database
 from service.store.tables import cohort, instance_boot, job_result
 
@@ -176,7 +176,7 @@ def test_a_queue_that_nobody_serves_shows_under_its_name(api: Api, database: Dat
     with database.transaction() as conn:
         conn.execute(sa.update(instance_boot).values(state="gone"))
         conn.execute(sa.delete(job_result))
-        (stranded,) = gauges.stranded_queues(conn)
+        (stranded,) = health.stranded_queues(conn)
     found = scrape(api.http)
     assert value(found, "trunkline_waiting_jobs", instance="instance.one", priority="normal") == 2
     assert (stranded.queue, stranded.cohorts) == ("instance.one", 2)

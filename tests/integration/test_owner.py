@@ -61,6 +61,28 @@ class LostAnswers(Database):
         return answer
 
 
+class SlowStart(Database):
+    """Its first transaction waits until the worker has been told to stop, and once more been asked whether it is."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.reached, self.released = threading.Event(), threading.Event()
+        self.answers = iter([True])
+
+    def run(self, work: Callable[[sa.Connection], T]) -> T:
+        self.reached.set()
+        self.released.wait(20)
+        return super().run(work)
+
+    def is_stopping(self) -> bool:
+        if not self.reached.is_set():
+            return False
+        if next(self.answers, False):
+            return True
+        self.released.set()
+        return True
+
+
 class Bench:
     """An owner attached to a server, and a tenant with a batch."""
 
@@ -70,7 +92,7 @@ class Bench:
         self.server = server
         self.owner = self.make_owner()
 
-    def make_owner(self) -> InstanceOwner:
+    def make_owner(self, database: Database | None = None) -> InstanceOwner:
         options = (("max_num_seqs", 2.0), ("kv_capacity_tokens", 4096.0), ("block_size", 32.0))
         instance = Instance(name="one", engine="openai", model=MODEL, url=self.server.url, options=options)
         model = Model(name=MODEL)
@@ -78,7 +100,7 @@ class Bench:
             settings=self.settings,
             instance=instance,
             model=model,
-            database=self.database,
+            database=database or self.database,
             tokenizing=Tokenizing(Models({MODEL: model})),
         )
 
@@ -245,6 +267,18 @@ def test_a_start_is_stopped_and_leaves_no_row_behind(settings: Settings, databas
         with pytest.raises(StartStopped):
             bench.owner.start(lambda: True)
         assert bench.rows(instance_boot.c.state) in ([], [("gone",)])
+        bench.database.close()
+
+
+def test_a_start_that_is_stopped_while_its_row_is_written_marks_it_gone(settings: Settings, database_url: str) -> None:
+    with serving("honours", seconds=0) as server:
+        bench = Bench(settings, database_url, server)
+        slow = SlowStart(database_url)
+        owner = bench.make_owner(slow)
+        with pytest.raises(StartStopped):
+            owner.start(slow.is_stopping)
+        assert bench.rows(instance_boot.c.state, instance_boot.c.gone_reason) == [("gone", "stopped")]
+        slow.close()
         bench.database.close()
 
 

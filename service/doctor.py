@@ -1,0 +1,265 @@
+"""What `trunkline doctor` looks at, and what to do about each finding. It changes nothing but a probe in the store."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import sqlalchemy as sa
+
+from service.broker import CONTROL_QUEUE, check_broker, instance_queue, make_app
+from service.connections import Connections, find_connections
+from service.core.accounting import AccountingBroken, Counts, check_batch_accounting
+from service.core.alarm import ADVICE, Mismatch
+from service.core.model import BootState
+from service.errors import TrunklineError
+from service.fleet import Instance, Models, load_instances, load_models
+from service.leader import LEADER_LOCK
+from service.migrate import check_schema
+from service.settings import Settings
+from service.store import clock, health, instances
+from service.store.blobs import Blobs
+from service.store.instances import Boot
+from service.store.session import DATABASE_AWAY, Database, first_line
+
+_OLDEST_POSTGRES = 150000
+_CHECKED_BATCHES = 200
+_OVERDUE_SECONDS = 60.0
+
+
+class State(StrEnum):
+    """Of one finding."""
+
+    FINE = "fine"
+    NOTE = "note"  # good to know; nothing need be done
+    PROBLEM = "problem"  # something does not work, or works against the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at. `advice` is empty where there is nothing to do."""
+
+    part: str
+    state: State
+    said: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything found, in the order of looking. `is_blind`: the database, which holds the rest, could not be read."""
+
+    findings: tuple[Finding, ...]
+    is_blind: bool = False
+
+    @property
+    def exit_status(self) -> int:
+        """0 fine, 1 problems, 2 could not look."""
+        if self.is_blind:
+            return 2
+        return int(any(finding.state is State.PROBLEM for finding in self.findings))
+
+
+T = TypeVar("T")
+
+
+def diagnose(settings: Settings) -> Diagnosis:
+    """Look at everything that can be looked at from here. Raises SettingError where the settings do not even say
+    where the servers are."""
+    connections = find_connections(settings)
+    models_file, served = _file("models", settings.models_path, load_models, Models({}))
+    none: dict[str, Instance] = {}
+    instances_file, mine = _file("instances file", settings.instances_path, load_instances, none)
+    findings = [_versions(), models_file, instances_file, _broker(settings, connections), _store(settings)]
+    database = Database(connections.database_url, pool_size=1, application_name="trunkline-doctor")
+    try:
+        for part, check, advice in (
+            ("database", database.check, "Start Postgres, or correct DATABASE_URL."),
+            ("schema", lambda: check_schema(database), "Run `trunkline migrate`."),
+        ):
+            finding = _tried(part, check, "as it should be", advice)
+            findings.append(finding)
+            if finding.state is State.PROBLEM:
+                return Diagnosis(findings=tuple(findings), is_blind=True)
+        with database.transaction() as conn:
+            findings += _rows(conn, settings, served, mine)
+    except DATABASE_AWAY as error:
+        gone = Finding(part="database", state=State.PROBLEM, said=f"went away while it was read {first_line(error)}")
+        return Diagnosis(findings=(*findings, gone), is_blind=True)
+    finally:
+        database.close()
+    return Diagnosis(findings=tuple(findings))
+
+
+def _versions() -> Finding:
+    named = ", ".join(f"{name} {version(name)}" for name in ("trunkline", "celery", "sqlalchemy"))
+    return Finding(part="versions", state=State.FINE, said=f"{named}, Python {platform.python_version()}")
+
+
+def _tried(part: str, check: Callable[[], None], fine: str, advice: str) -> Finding:
+    try:
+        check()
+    except TrunklineError as error:
+        return Finding(part=part, state=State.PROBLEM, said=str(error), advice=advice)
+    return Finding(part=part, state=State.FINE, said=fine)
+
+
+def _file(part: str, path: Path, load: Callable[[Path], T], nothing: T) -> tuple[Finding, T]:
+    """MODELS or INSTANCES of this host, and what it says. A host of the API alone has no instances."""
+    if not path.exists():
+        return Finding(part=part, state=State.NOTE, said=f"{path} is not there: this host has none"), nothing
+    try:
+        return Finding(part=part, state=State.FINE, said=f"{path} is read"), load(path)
+    except TrunklineError as error:
+        return Finding(part=part, state=State.PROBLEM, said=str(error), advice=f"Correct {path}."), nothing
+
+
+def _broker(settings: Settings, connections: Connections) -> Finding:
+    app = make_app(settings, connections.broker_url, queue=CONTROL_QUEUE)
+    advice = "Start the broker, or correct BROKER_URL. Nothing is lost meanwhile; work waits."
+    return _tried("broker", lambda: check_broker(app), "answers", advice)
+
+
+def _store(settings: Settings) -> Finding:
+    advice = "Make STORE_URL a place that this user can write to, with room."
+    return _tried("store", lambda: Blobs(settings.store_location).check(), "takes and gives back a file", advice)
+
+
+def _rows(conn: sa.Connection, settings: Settings, served: Models, mine: dict[str, Instance]) -> list[Finding]:
+    boots = instances.list_boots(conn)
+    now = clock.now_ms(conn) / 1000
+    return [
+        *_postgres(conn),
+        _leader(conn),
+        *_control(conn),
+        *_instances(boots, mine, settings, now),
+        *_keys(boots, served),
+        *_queues(conn, boots),
+        *_accounting(conn),
+    ]
+
+
+def _postgres(conn: sa.Connection) -> Iterator[Finding]:
+    number = health.server_version(conn)
+    said = f"Postgres {number // 10000}.{number % 10000}"
+    if number < _OLDEST_POSTGRES:
+        yield Finding(
+            part="versions", state=State.PROBLEM, said=f"{said} is too old", advice="Use Postgres 15 or newer."
+        )
+    else:
+        yield Finding(part="versions", state=State.FINE, said=said)
+
+
+def _leader(conn: sa.Connection) -> Finding:
+    if health.is_locked(conn, LEADER_LOCK):
+        return Finding(part="dispatcher", state=State.FINE, said="one leads")
+    advice = "Start one: `trunkline up`, or `python -m service dispatch`."
+    return Finding(part="dispatcher", state=State.PROBLEM, said="none runs: nothing is planned or sent", advice=advice)
+
+
+def _control(conn: sa.Connection) -> Iterator[Finding]:
+    tasks = health.overdue_tasks(conn, _OVERDUE_SECONDS)
+    if tasks.waiting:
+        yield Finding(
+            part="control",
+            state=State.PROBLEM,
+            said=f"{tasks.waiting} pieces of work wait for more than {_OVERDUE_SECONDS:.0f} s",
+            advice="Start a control worker: `trunkline up`, or the line `control` of the Procfile.",
+        )
+    if tasks.dead:
+        said = f"{tasks.dead} pieces of work were given up, and their batches are failed"
+        yield Finding(part="control", state=State.NOTE, said=said, advice="The control worker's log says why.")
+    if not tasks.waiting:
+        yield Finding(part="control", state=State.FINE, said="no work is overdue")
+
+
+def _instances(
+    boots: list[Boot], mine: dict[str, Instance], settings: Settings, now_seconds: float
+) -> Iterator[Finding]:
+    """States and heartbeats of all hosts; what this host's file names and does not run."""
+    for boot in boots:
+        silent_seconds = now_seconds - _unix(boot.heartbeat_at)
+        said = f"{boot.name}: {boot.state}, heartbeat {max(0.0, silent_seconds):.0f} s ago, {boot.running_jobs} jobs"
+        if silent_seconds > settings.stale_boot_seconds:
+            advice = f"Look at the log of its worker (process {boot.pid} on {boot.host}); start it again if it is gone."
+            yield Finding(part="instances", state=State.PROBLEM, said=said, advice=advice)
+        else:
+            state = State.FINE if boot.state is BootState.READY else State.NOTE
+            yield Finding(part="instances", state=state, said=said)
+    for name in sorted(set(mine) - {boot.name for boot in boots}):
+        advice = "Start its worker: `trunkline up`; its log in the state folder says why it ended."
+        yield Finding(part="instances", state=State.PROBLEM, said=f"{name}: does not run", advice=advice)
+    if not boots and not mine:
+        advice = "Name engines in INSTANCES and run `trunkline up` on their host."
+        yield Finding(part="instances", state=State.PROBLEM, said="none runs: nothing is answered", advice=advice)
+
+
+def _unix(moment: datetime) -> float:
+    return moment.timestamp()
+
+
+def _keys(boots: list[Boot], served: Models) -> Iterator[Finding]:
+    """Whether what the plan counts on is what each engine does."""
+    for boot in boots:
+        if boot.state is BootState.STARTING:
+            continue
+        if boot.key_agrees is False:
+            alarm = Mismatch(boot.alarm) if boot.alarm else Mismatch.TOKENS
+            advice = f"{boot.name}: {ADVICE[alarm]}."
+            yield Finding(
+                part="keys", state=State.PROBLEM, said=f"KEY MISMATCH on {boot.name} ({alarm})", advice=advice
+            )
+        elif boot.key_agrees:
+            yield Finding(part="keys", state=State.FINE, said=f"{boot.name}: our tokens are the engine's")
+        else:
+            model = served.resolve(boot.model)
+            has_tokenizer = model is not None and model.tokenizer is not None
+            why = "the engine has no /tokenize" if has_tokenizer else "no tokenizer, keys are made of bytes"
+            yield Finding(part="keys", state=State.NOTE, said=f"{boot.name}: tokens not compared, {why}")
+
+
+def _queues(conn: sa.Connection, boots: list[Boot]) -> Iterator[Finding]:
+    """Planned work that no worker can take, and whether anybody else could."""
+    stranded = health.stranded_queues(conn)
+    served = {boot.model for boot in boots}
+    for queue in stranded:
+        yield Finding(
+            part="queues",
+            state=State.PROBLEM,
+            said=f"{queue.queue}: {queue.cohorts} cohorts have no worker since {queue.oldest_at:%Y-%m-%d %H:%M} UTC",
+            advice="Start that instance again, or another of its model: the dispatcher then moves them there.",
+        )
+    missing = sorted(set(health.waiting_jobs_models(conn)) - served)
+    if missing:
+        said = f"no instance serves {', '.join(missing)}, for which work is planned"
+        yield Finding(part="queues", state=State.PROBLEM, said=said, advice="Start an instance of it.")
+    if not stranded and not missing:
+        names = {instance_queue(boot.name) for boot in boots}
+        yield Finding(part="queues", state=State.FINE, said=f"{len(names)} queues, each with its worker")
+
+
+def _accounting(conn: sa.Connection) -> Iterator[Finding]:
+    """Every line of the newest ended batches ended exactly once."""
+    checked = 0
+    broken = []
+    for row in health.ended_batches(conn, _CHECKED_BATCHES):
+        checked += 1
+        counts = Counts(completed=row.completed, failed=row.failed, cancelled=row.cancelled, expired=row.expired)
+        try:
+            check_batch_accounting(total=row.total, counts=counts)
+        except AccountingBroken as error:
+            broken.append(
+                Finding(part="accounting", state=State.PROBLEM, said=f"{row.batch_id}: {error}", advice=_REPORT)
+            )
+    yield from broken
+    if not broken:
+        yield Finding(part="accounting", state=State.FINE, said=f"every line of {checked} ended batches ended once")
+
+
+_REPORT = "This is a defect of Trunkline: keep the database and report it with the batch's id."
