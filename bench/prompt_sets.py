@@ -24,6 +24,7 @@ MODEL_FOLDER = ROOT / ".trunkline" / "test-model"  # where the engine tests have
 _KEPT = ROOT / ".trunkline" / "bench-bbh.npz"
 _BBH_ANSWER_TOKENS = 160  # the data set has no answers of a model: assumed, of the order of its three worked examples
 _BLOCK = 16
+_LONGEST_ANSWER = 2000  # tokens, of the made-up sets: the limit that clients set; else one answer is the makespan
 
 
 def read_bbh(folder: Path) -> Backlog:
@@ -78,7 +79,8 @@ def _lengths(random: np.random.Generator, n: int, mean: float, sigma: float) -> 
 class _Tree:
     """Prompts as paths of block ids: nodes are numbered as they are made, so an id stands for its whole prefix."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_answer: int = _LONGEST_ANSWER) -> None:
+        self._longest_answer = longest_answer
         self._nodes = 0
         self.paths: list[list[int]] = []
         self.tokens: list[int] = []
@@ -103,7 +105,7 @@ class _Tree:
             job_ids=np.arange(len(order), dtype=np.int64),
             keys=keys_of_blocks([self.paths[index] for index in order.tolist()], tokens, block_tokens),
             prompt_tokens=tokens,
-            output_tokens=_lengths(random, len(order), mean_output, 0.8),
+            output_tokens=np.minimum(_lengths(random, len(order), mean_output, 0.8), self._longest_answer),
             body_bytes=tokens * prefix.BYTES_PER_TOKEN,
         )
 
@@ -128,7 +130,7 @@ def conversations(seed: int, n_jobs: int = 12_000) -> Backlog:
 
 def questions(seed: int, n_jobs: int = 8_000) -> Backlog:
     """Many short questions to a few long prompts, of very unequal popularity, blocks of 16; a tenth share nothing."""
-    random, tree = np.random.default_rng(seed), _Tree()
+    random, tree = np.random.default_rng(seed), _Tree(longest_answer=500)
     stems = [tree.grow([], _BLOCK * int(random.integers(20, 160)), _BLOCK) for _ in range(40)]
     shares = random.dirichlet(np.full(len(stems), 0.5))
     for _ in range(n_jobs):

@@ -1,9 +1,9 @@
 """What the plan is worth on recorded prompts: hit rate against the bound, makespan against the baselines, balance.
 
 `python -m bench.traces --trace FILE [--bbh FOLDER] [--made-up SEED] [--instances 4,8,16] [--kv 100000,1000000]
-[--scenarios known,unknown,window,late] [--baselines/--no-baselines] [--resume FILE] [--json]` replays every set on
-simulated engines, a line a cell; the last line with --json is one object. Everything is simulated, with the cost model
-of `service.core.simulate`. Sets: `conversation` is the trace, `bbh` as its files order it, the others are made up
+[--scenarios known,unknown,window,late,late_mixed] [--baselines/--no-baselines] [--resume FILE] [--json]` replays every
+set on simulated engines, a line a cell; the last line with --json is one object. Everything is simulated, with the cost
+model of `service.core.simulate`. Sets: `conversation` is the trace, `bbh` as its files order it, the others are made up
 from the seed. Scenarios: what the planner is told and when. With --resume, cells in FILE are not run again.
 """
 
@@ -28,7 +28,7 @@ from service.core.replay import EngineShape, FleetJobs, jobs_at_once, replay_fle
 from service.core.trace import TRACE_BLOCK_TOKENS, read_trace
 
 ONLINE = tuple(name for name in POLICIES if name not in ("prefix", "shared_queue"))  # place a job when it comes
-SCENARIOS = ("known", "unknown", "window", "late")
+SCENARIOS = ("known", "unknown", "window", "late", "late_mixed")
 _TOLD_TOKENS = 256  # what the service assumes of an answer without a limit
 _WINDOW_JOBS = 8000
 _LATE_SHARE = 0.1
@@ -82,17 +82,20 @@ def shape_of(prompts: PromptSet, kv_tokens: int) -> EngineShape:
 def as_scenario(scenario: str, jobs: Backlog, makespan_seconds: Callable[[], float]) -> FleetJobs:
     """What arrives when, and what the planner is told of it.
 
-    `makespan_seconds` gives that of the same policy with everything known: late jobs arrive evenly over it.
+    `makespan_seconds` gives that of the same policy with everything known: late jobs arrive evenly over it, the last
+    of the set in its own order, or any of them, mixed: then half of their groups have been run when they come.
     """
     fleet = jobs_at_once(jobs)
     if scenario == "unknown":
         told = replace(jobs, output_tokens=np.full(len(jobs.keys), _TOLD_TOKENS, dtype=np.int64))
         return jobs_at_once(told, output_tokens=jobs.output_tokens)
-    if scenario == "late":
-        random = np.random.default_rng(_LATE_SEED)
-        late = random.permutation(len(jobs.keys))[: int(_LATE_SHARE * len(jobs.keys))]
-        arrival_seconds = np.zeros(len(jobs.keys))
-        arrival_seconds[late] = random.uniform(0, makespan_seconds(), len(late))
+    if scenario.startswith("late"):
+        n, n_late = len(jobs.keys), int(_LATE_SHARE * len(jobs.keys))
+        late = np.arange(n - n_late, n)
+        if scenario == "late_mixed":
+            late = np.random.default_rng(_LATE_SEED).permutation(n)[:n_late]
+        arrival_seconds = np.zeros(n)
+        arrival_seconds[late] = np.linspace(0, makespan_seconds(), n_late)
         return replace(fleet, arrival_seconds=arrival_seconds)
     return fleet
 

@@ -111,6 +111,7 @@ def fact_sheet(report: PlanReport) -> Table:
     """The input, the fleet and the plan, a line for each fact."""
     sharing, fleet = report.forecast.sharing, report.fleet
     left_out = f" ({report.too_long:,} too long, left out)" if report.too_long else ""
+    cohorts = f"{report.cohorts:,} cohort{'s' if report.cohorts != 1 else ''}"
     windows = "" if fleet.window_jobs is None else f", {fleet.window_jobs:,} jobs at a time"
     kind = "trace" if report.source.kind is InputKind.TRACE else f"batch for {report.source.model}"
     facts = {
@@ -122,7 +123,7 @@ def fact_sheet(report: PlanReport) -> Table:
         "prefix groups": f"{sharing.prefix_groups:,}",
         "shared share": percent(sharing.shared_share),
         "bound": f"{percent(sharing.bound)} of the prompt tokens, the most any schedule gets from cache",
-        "plan": f"{report.cohorts:,} cohort{'s' if report.cohorts != 1 else ''}{windows}, made in {report.plan_seconds:,.3f} s",
+        "plan": f"{cohorts}{windows}, made in {report.plan_seconds:,.3f} s",
     }
     sheet = Table.grid(padding=(0, 2))
     for name, value in facts.items():
@@ -149,7 +150,7 @@ def policy_table(forecast: Forecast) -> Table:
             figures.policy.replace("_", " "),
             percent(figures.hit_rate),
             f"{figures.eta:.3f}",
-            f"{figures.makespan_seconds:,.1f} s",
+            duration(figures.makespan_seconds),
             "" if is_base else f"{forecast.gain(figures):.2f} x",
             f"{figures.max_over_mean:.3f}",
             f"{figures.replicated_tokens:,}",
@@ -160,6 +161,10 @@ def policy_table(forecast: Forecast) -> Table:
 
 def percent(share: float) -> str:
     return f"{share:.1%}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 100 else f"{seconds:.2f} s"
 
 
 class Progress:

@@ -59,7 +59,7 @@ async def key_agreement(engine: Engine, tokenizing: Tokenizing, model: Model) ->
 
     A mismatch is told loudly: plans for this instance then rest on tokens that its cache does not know.
     """
-    compared = 0
+    compared, is_cut_short = 0, False
     differing: list[str] = []
     for name, endpoint, body in canaries(model.endpoints):
         body = {"model": model.name, **body}
@@ -70,7 +70,8 @@ async def key_agreement(engine: Engine, tokenizing: Tokenizing, model: Model) ->
             theirs = await engine.tokenize(endpoint, orjson.dumps(body))
         except (EngineGone, EngineTimeout) as error:
             log.warning("the engine's tokens cannot be asked for: %s", error)
-            return None
+            is_cut_short = True
+            break
         if theirs is None:
             continue
         compared += 1
@@ -83,4 +84,5 @@ async def key_agreement(engine: Engine, tokenizing: Tokenizing, model: Model) ->
             model.name,
             ", ".join(differing),
         )
-    return None if compared == 0 else not differing
+        return False
+    return None if compared == 0 or is_cut_short else True

@@ -57,11 +57,6 @@ class Watch:
         elif told is not None and told != facts.block_size:
             self._sound(Mismatch.BLOCK_SIZE)
 
-    def keys(self) -> list[bytes]:
-        """Keys of what ran here, for the next boot of the instance."""
-        with self._lock:
-            return self._history.keys()
-
     def expect(self, jobs: Iterable[ClaimedJob]) -> None:
         """These were handed to the feeder."""
         with self._lock:

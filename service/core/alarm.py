@@ -5,8 +5,8 @@ the engine's start (workers/agreement.py) find most of it before a job runs; thi
 
 The thresholds hold against what a sound engine does. Evictions do not count: a job is evidence of a cold cache only
 where its neighbour had ended on this boot before it was fed, and less than half of the capacity was written since.
-Only a cache that serves nothing at all, of many jobs in a row, is judged whatever its size: in planned order even the
-smallest cache serves the job that follows its neighbour.
+Nor does a job whose neighbour ran beside it, or a cache of unknown capacity, unless nothing at all was served of many
+jobs in a row: in planned order even the smallest cache serves the job that follows its neighbour.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ ADVICE = {
     Mismatch.BLOCK_SIZE: "its cache works in other blocks than its boot says. Set `block_size` in the instance's "
     "`options` to the engine's own, or take it out, then restart its worker",
     Mismatch.CACHE: "its cache does not serve prompts that it has just computed. Look for a gateway that alters "
-    "`cache_salt` or the prompt, and for an engine whose prefix caching is off, then restart its worker",
+    "`cache_salt` or the prompt, for an engine whose prefix caching is off, and for one far smaller than the plan "
+    "assumes (`kv_capacity_tokens` in the instance's `options` says it), then restart its worker",
 }
 
 
@@ -136,7 +137,7 @@ def _is_short(near: Sequence[Observation], block_size: int | None) -> bool:
 
 
 def _is_cold(measured: Sequence[Observation], block_size: int | None, shares_in_flight: bool) -> bool:
-    """The last jobs whose neighbour ran here were served nothing, every one."""
-    here = {Neighbour.COMPUTED, Neighbour.OLD} | ({Neighbour.IN_FLIGHT} if shares_in_flight else set())
+    """The last jobs whose neighbour ran here, or runs, were served nothing, every one."""
+    here = {Neighbour.COMPUTED, Neighbour.RECENT} | ({Neighbour.IN_FLIGHT} if shares_in_flight else set())
     last = [item for item in measured if item.predicted_cached_tokens and item.neighbour in here][-_COLD_JOBS:]
     return len(last) >= _COLD_JOBS and all(not item.cached_tokens and is_short(item, block_size) for item in last)

@@ -115,14 +115,8 @@ class FlowPlan:
             self._runs.append(target, piece)
         self._is_stale = True
 
-    def refresh(self, now_seconds: float, servers: float) -> None:
-        """Plan anew where that is due."""
-        if self._is_due(now_seconds, servers):
-            self._plan(now_seconds, servers)
-
-    def take(self, instance: int, max_seconds: float) -> PlannedCohort | None:
-        """The next cohort of an instance: of its own run, or the tail of another's. At most `max_seconds` of estimated
-        work where that is more than one job."""
+    def take(self, instance: int) -> PlannedCohort | None:
+        """The next cohort of an instance: of its own run, or the tail of another's."""
         piece = self._runs.pop_head(instance) or self._stolen(instance)
         if piece is None:
             return None
@@ -130,7 +124,7 @@ class FlowPlan:
         view = dataclasses.replace(self._fleet.views[instance], held_key=self._held[instance])
         shared, cached = plan.follow(backlog.keys, backlog.prompt_tokens, view)
         seconds = plan.estimated_seconds(cached, backlog.prompt_tokens, backlog.output_tokens, view)
-        n = self._fitting(seconds, backlog.body_bytes, max_seconds)
+        n = self._fitting(backlog.body_bytes)
         if n < len(piece.slots):
             rest = Piece(piece.slots[n:], first_key=backlog.keys[n], seconds=float(seconds[n:].sum()))
             self._runs.append_head(instance, rest)
@@ -155,14 +149,13 @@ class FlowPlan:
             self._runs.renumber(self._pending.pack())
         return cohort
 
-    def _fitting(self, seconds: cut.FloatArray, body_bytes: IntArray, max_seconds: float) -> int:
-        """How many of the jobs, from the first, one cohort takes."""
-        n = min(len(seconds), self._limits.cohort_jobs)
-        n = min(n, int(np.searchsorted(np.cumsum(body_bytes), self._limits.cohort_bytes, side="right")))
-        n = min(n, int(np.searchsorted(np.cumsum(seconds), max_seconds, side="right")))
-        return max(n, 1)
+    def _fitting(self, body_bytes: IntArray) -> int:
+        """How many of the jobs, from the first, one cohort takes: late arrivals may have made the piece too large."""
+        n = int(np.searchsorted(np.cumsum(body_bytes), self._limits.cohort_bytes, side="right"))
+        return max(min(n, self._limits.cohort_jobs), 1)
 
-    def _is_due(self, now_seconds: float, servers: float) -> bool:
+    def is_due(self, now_seconds: float, servers: float) -> bool:
+        """A new plan should be made before more is taken."""
         waiting = self._pending.count
         if not waiting or not self._fleet.views:
             return False
@@ -181,8 +174,9 @@ class FlowPlan:
         done = self._planned_then - self._planned
         return self._is_stale or (self._is_tight and done > _TIGHT_SHARE * self._planned_then)
 
-    def _plan(self, now_seconds: float, servers: float) -> None:
-        """Runs made anew from all that waits, or from a window of it: the earliest deadlines, then the first come."""
+    def replan(self, now_seconds: float, servers: float, lanes: Sequence[int]) -> None:
+        """Runs for the instances `lanes`, made anew from all that waits, or from a window of it: the earliest
+        deadlines, then the first come."""
         self._pending.pack()
         slots = self._pending.alive_slots()
         deadlines = self._pending.deadlines(slots)
@@ -194,15 +188,17 @@ class FlowPlan:
         held = list(self._held)
         for phase in phases:
             views = [
-                dataclasses.replace(view, held_key=key, load_seconds=out + planned)
-                for view, key, out, planned in zip(
-                    self._fleet.views, held, self._fleet.out_seconds, self._runs.seconds, strict=True
+                dataclasses.replace(
+                    self._fleet.views[lane],
+                    held_key=held[lane],
+                    load_seconds=self._fleet.out_seconds[lane] + self._runs.seconds[lane],
                 )
+                for lane in lanes
             ]
             for cohort in plan.plan(self._pending.backlog(phase), views, self._limits):
                 piece = Piece(cohort.job_ids.tolist(), first_key=cohort.first_key, seconds=cohort.estimated_seconds)
-                self._runs.append(cohort.instance, piece)
-                held[cohort.instance] = cohort.last_key
+                self._runs.append(lanes[cohort.instance], piece)
+                held[lanes[cohort.instance]] = cohort.last_key
         self._planned = self._planned_then = len(slots)
         self._planned_at, self._came = now_seconds, 0
         self._is_stale, self._is_tight = False, len(phases) > 1

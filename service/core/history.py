@@ -20,14 +20,16 @@ from service.core.prefix import RUNG_BYTES, rungs_covered, shared_tokens
 _KEPT_JOBS = 10_000
 _NEIGHBOURS = 32  # looked at on either side in key order
 _SURE_SHARE = 0.5  # of the capacity: the rest is for what runs, and for what we do not see exactly
+_RECENT_SHARE = 0.8
 
 
 class Neighbour(StrEnum):
     """Where the prefix that a job was to find had been computed."""
 
     COMPUTED = "computed"  # here, before the job was fed, and too little was written since to evict it
-    OLD = "old"  # here, before the job was fed; what was written since may have evicted it
-    IN_FLIGHT = "in_flight"  # here, by a job ahead of it that had not ended when it was fed
+    RECENT = "recent"  # the same, and an eviction is improbable; or nobody knows what the cache holds
+    OLD = "old"  # here, before the job was fed; what was written since may well have evicted it
+    IN_FLIGHT = "in_flight"  # here, by a job ahead of it that had not ended when it was fed, and not lately by another
     FORMER = "former"  # on an earlier boot of this instance
     NOWHERE = "nowhere"  # not here, as far as is remembered
 
@@ -57,12 +59,15 @@ class _Generation:
         if prefix:
             bisect.insort(self.by_prefix[prefix], use)
 
-    def uses(self, key: bytes, prefix: bytes, tokens: int, fed_at: float) -> Iterator[_Use]:
-        """Some ends of jobs that share `tokens` with the key: the last before `fed_at`, and those next in key order."""
+    def alike(self, prefix: bytes, fed_at: float) -> list[_Use]:
+        """Of the jobs that were to find the same prefix, the last to end before `fed_at` and the first after it."""
         same = self.by_prefix.get(prefix, [])
         before = bisect.bisect_right(same, fed_at, key=lambda use: use.ended_at)
-        yield from same[max(0, before - 1) : before + 1]
-        yield from (self.last[other] for other in sharing(self.keys, key, tokens))
+        return same[max(0, before - 1) : before + 1]
+
+    def near(self, key: bytes, tokens: int) -> Iterator[_Use]:
+        """Of jobs next in key order that share `tokens` with the key."""
+        return (self.last[other] for other in sharing(self.keys, key, tokens))
 
 
 class History:
@@ -83,10 +88,6 @@ class History:
         self._old, self._new = _Generation(), _Generation()
         self._written_tokens = 0
         self._ended = 0
-
-    def keys(self) -> list[bytes]:
-        """Keys of what ended here, for the next boot of the instance."""
-        return [*self._old.last, *self._new.last]
 
     def expect(self, job_id: int, key: bytes) -> None:
         """A job is to run here, behind all that are expected already."""
@@ -118,12 +119,19 @@ class History:
 
     def _find(self, key: bytes, tokens: int, fed_at: float, number: int) -> Neighbour:
         prefix = prefix_of(key, tokens)
-        uses = [use for part in (self._new, self._old) for use in part.uses(key, prefix, tokens, fed_at)]
-        before = [use.written_tokens for use in uses if use.ended_at <= fed_at]
-        if before:
-            return Neighbour.COMPUTED if self._is_sure(max(before)) else Neighbour.OLD
-        if any(use.number < number for use in uses) or self._waits_ahead(key, tokens, number):
+        parts = (self._new, self._old)
+        uses = [use for part in parts for use in part.alike(prefix, fed_at)]
+        age = self._age(uses, fed_at)
+        if age is not Neighbour.COMPUTED:  # the common case needs no more
+            uses += [use for part in parts for use in part.near(key, tokens)]
+            age = self._age(uses, fed_at)
+        if age in (Neighbour.COMPUTED, Neighbour.RECENT):
+            return age
+        beside = any(use.number < number and use.ended_at > fed_at for use in uses)
+        if beside or self._waits_ahead(key, tokens, number):
             return Neighbour.IN_FLIGHT
+        if age is not None:
+            return age
         return Neighbour.FORMER if any(sharing(self._former, key, tokens)) else Neighbour.NOWHERE
 
     def _waits_ahead(self, key: bytes, tokens: int, number: int) -> bool:
@@ -134,14 +142,19 @@ class History:
             earlier < number and shared_tokens(key, other) >= tokens for other, earlier in self._numbers.values()
         )
 
-    def _is_sure(self, written_then: int) -> bool:
-        """Whether a block used when `written_then` tokens were written must still be there. What runs now is counted
-        as the mean of what has ended."""
+    def _age(self, uses: Iterable[_Use], fed_at: float) -> Neighbour | None:
+        """Of what was last used before `fed_at`; None where nothing was. What runs now is counted as the mean of what
+        has ended."""
+        last = max((use.written_tokens for use in uses if use.ended_at <= fed_at), default=None)
+        if last is None:
+            return None
         if self._capacity_tokens is None:
-            return False
+            return Neighbour.RECENT
         running = min(len(self._waiting), self._most_running)
-        since = self._written_tokens - written_then + running * self._written_tokens / max(self._ended, 1)
-        return since <= self._capacity_tokens * _SURE_SHARE
+        since = self._written_tokens - last + running * self._written_tokens / max(self._ended, 1)
+        if since <= self._capacity_tokens * _SURE_SHARE:
+            return Neighbour.COMPUTED
+        return Neighbour.RECENT if since <= self._capacity_tokens * _RECENT_SHARE else Neighbour.OLD
 
 
 def prefix_of(key: bytes, tokens: int) -> bytes:

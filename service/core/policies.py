@@ -7,7 +7,7 @@ from collections.abc import Callable
 from service.core.baselines import Routed, SharedQueue
 from service.core.plan import DEFAULT_LIMITS, Limits
 from service.core.policy import Policy
-from service.core.routers import Affinity, CacheAware, LeastCost, LeastLoaded, PrefixHash, RoundRobin, Router
+from service.core.routers import Affinity, ByLedger, CacheAware, LeastLoaded, PrefixHash, RoundRobin, Router
 from service.core.standing import StandingPlan
 
 _ROUTERS: dict[str, Callable[[], Router]] = {
@@ -16,7 +16,7 @@ _ROUTERS: dict[str, Callable[[], Router]] = {
     "affinity": Affinity,
     "cache_aware": CacheAware,
     "prefix_hash": PrefixHash,
-    "ledger": LeastCost,
+    "ledger": ByLedger,
 }
 POLICIES = ("prefix", *_ROUTERS, "shared_queue")  # the first is the planner; the others are compared with it
 

@@ -2,7 +2,7 @@
 
 Every figure that comes from here is simulated, and whoever shows it says so. Event driven: the engine whose clock is
 least makes its next step, after the policy has been told of what arrived until then and of what is finished by then,
-and after the engine has been fed. What is done just ahead of an engine follows `planner_input.bulk_room`.
+and after the engine has been fed, as the dispatcher feeds it, by `feed.jobs_wanted`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.cut import FloatArray
+from service.core.feed import jobs_wanted
 from service.core.plan import InstanceView, PlannedCohort
 from service.core.policy import Policy
 from service.core.prefix import IntArray, bound_tokens
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _MOST_COHORTS = 64  # out for one engine at a time, as many as a worker has threads
+_LEAST_COHORTS = 2
 _REPORT_JOBS = 1000  # between two calls of on_progress
 
 
@@ -107,7 +109,7 @@ class _OpenCohort:
 class _Instance:
     """One engine, its clock, and what it was given and has not finished."""
 
-    def __init__(self, shape: EngineShape, ahead_jobs: int) -> None:
+    def __init__(self, shape: EngineShape, ahead_jobs: int | None) -> None:
         self.core = SimulatedEngineCore(
             block_size=shape.block_size,
             capacity_blocks=shape.capacity_blocks,
@@ -120,7 +122,8 @@ class _Instance:
         self.open: dict[int, _OpenCohort] = {}  # by job index
         self.open_cohorts = 0
         self.open_seconds = 0.0
-        self._wanted_jobs = shape.max_num_seqs + ahead_jobs
+        self._shape, self._ahead_jobs = shape, ahead_jobs
+        self._waiting_tokens: dict[int, int] = {}  # of jobs that are not admitted: not predicted to be cached
 
     @property
     def is_busy(self) -> bool:
@@ -131,7 +134,20 @@ class _Instance:
     def is_hungry(self) -> bool:
         if self.open_cohorts >= _MOST_COHORTS:
             return False
-        return len(self.open) < self._wanted_jobs or self.open_cohorts < 2
+        return self.open_cohorts < _LEAST_COHORTS or self._jobs_wanted() > 0
+
+    def _jobs_wanted(self) -> int:
+        """What runs needs the blocks that it has pinned; what waits, what is not cached as far as was predicted."""
+        cache = self.core.cache
+        pinned_tokens = (cache.capacity_blocks - cache.free_blocks) * cache.block_size
+        return jobs_wanted(
+            jobs=len(self.open),
+            seconds=self.open_seconds,
+            new_tokens=pinned_tokens + sum(self._waiting_tokens.values()),
+            max_num_seqs=self._shape.max_num_seqs,
+            kv_capacity_tokens=self._shape.kv_capacity_tokens,
+            ahead_jobs=self._ahead_jobs,
+        )
 
     def settle(self) -> tuple[FinishedJob, ...]:
         """The end of its last step has come."""
@@ -143,16 +159,25 @@ class _Instance:
             self.open_cohorts -= not cohort.jobs_left
         return ended
 
-    def give(self, jobs: Sequence[SimulatedJob], estimated_seconds: float) -> None:
-        """A cohort, less what the cache cannot hold."""
+    def give(self, jobs: Sequence[SimulatedJob], cached_tokens: Sequence[int], estimated_seconds: float) -> None:
+        """A cohort, less what the cache cannot hold, and what it is predicted to serve of each job."""
         if not jobs:
             return
         cohort = _OpenCohort(len(jobs), estimated_seconds / len(jobs))
         self.open_cohorts += 1
         self.open_seconds += estimated_seconds
-        for job in jobs:
+        for job, cached in zip(jobs, cached_tokens, strict=True):
             self.core.submit(job)
             self.open[job.job_id] = cohort
+            self._waiting_tokens[job.job_id] = job.prompt_tokens - cached
+
+    def step(self, now: float, horizon_seconds: float) -> tuple[int, ...]:
+        """Make a step that begins now, and leap; the jobs that began with it."""
+        report = self.core.step(leap=True, horizon_seconds=horizon_seconds)
+        self.clock_seconds, self.ended = now + report.seconds, report.finished
+        for job_id in report.admitted:
+            del self._waiting_tokens[job_id]
+        return report.admitted
 
 
 class _Replay:
@@ -166,7 +191,7 @@ class _Replay:
         on_progress: Callable[[int], None] | None,
     ) -> None:
         self._jobs, self._policy, self._shapes, self._on_progress = jobs, policy, shapes, on_progress
-        self._ahead = [shape.max_num_seqs // 2 if ahead_jobs is None else ahead_jobs for shape in shapes]
+        self._ahead_jobs = ahead_jobs
         context = mean_context_tokens(jobs.jobs.prompt_tokens, jobs.jobs.output_tokens)
         self._rates = [shape.rates(context) for shape in shapes]
         self._index_of = {job_id: index for index, job_id in enumerate(jobs.jobs.job_ids.tolist())}
@@ -222,7 +247,7 @@ class _Replay:
         lost = [one for number, one in self._fleet.items() if number not in present]
         fleet: dict[int, _Instance] = {}
         for number in sorted(present):
-            fleet[number] = self._fleet.get(number) or _Instance(self._shapes[number], self._ahead[number])
+            fleet[number] = self._fleet.get(number) or _Instance(self._shapes[number], self._ahead_jobs)
         self._boot_ids = {
             number: self._boot_ids[number] if number in self._fleet else self._new_boot_id() for number in fleet
         }
@@ -294,9 +319,10 @@ class _Replay:
 
     def _give(self, number: int, one: _Instance, cohort: PlannedCohort) -> None:
         jobs = [self._simulated(self._index_of[job_id]) for job_id in cohort.job_ids.tolist()]
-        fitting = [job for job in jobs if one.core.can_hold(job)]
+        fitting = [place for place, job in enumerate(jobs) if one.core.can_hold(job)]
         self.refused[number] += len(jobs) - len(fitting)
-        one.give(fitting, cohort.estimated_seconds)
+        cached = cohort.predicted_cached_tokens[fitting].tolist()
+        one.give([jobs[place] for place in fitting], cached, cohort.estimated_seconds)
 
     def _simulated(self, index: int) -> SimulatedJob:
         return SimulatedJob(
@@ -311,9 +337,7 @@ class _Replay:
         """A leap ends where something from outside could change what the engine does next."""
         changes = self._changes[0].at_seconds if self._changes else math.inf
         until = self._next_outside() if one.core.has_room else changes
-        report = one.core.step(leap=True, horizon_seconds=until - now)
-        self.start_seconds[list(report.admitted)] = now
-        one.clock_seconds, one.ended = now + report.seconds, report.finished
+        self.start_seconds[list(one.step(now, until - now))] = now
 
 
 def replay_fleet(
@@ -327,9 +351,9 @@ def replay_fleet(
 ) -> FleetReplay:
     """Run `jobs` on one engine per shape as `policy` (with nothing in it) says.
 
-    `ahead_jobs` may wait at each engine beyond what it can run, half of that where None. Jobs that no shape can hold
-    never reach the policy. `on_progress` is called now and then with the number of finished jobs. Raises ReplayError
-    where the policy keeps jobs for itself.
+    `ahead_jobs` may wait at each engine beyond `max_num_seqs`; as `feed.jobs_wanted` says where None. Jobs that no
+    shape can hold never reach the policy. `on_progress` is called now and then with the number of finished jobs.
+    Raises ReplayError where the policy keeps jobs for itself.
     """
     run = _Replay(jobs, policy, shapes, ahead_jobs, changes, on_progress)
     run.run()

@@ -188,14 +188,14 @@ def _hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=8).digest()
 
 
-class LeastCost:
-    """Our own rule for jobs that arrive one by one: `Ledger.choose`, least work ahead + uncached prefill."""
+class ByLedger:
+    """Our own rule for jobs that arrive one by one: `Ledger.choose`, uncached prefill weighed with work ahead."""
 
     def choose(self, job: Waiting, fleet: Fleet) -> int:
         boots = [
             BootView(boot_id=boot, block_size=view.block_size, rates=view.rates, load_seconds=seconds)
             for boot, view, seconds in zip(fleet.boots, fleet.views, fleet.seconds, strict=True)
         ]
-        choice = fleet.ledger.choose(job.key, job.prompt_tokens, boots)
+        choice = fleet.ledger.choose(job.key, job.prompt_tokens, boots, job.output_tokens)
         assert choice is not None  # there is an instance
         return fleet.boots.index(choice.boot_id)

@@ -27,7 +27,7 @@ class Shares:
         return self._weights.get(flow, 1.0)
 
     def share(self, flow: int) -> float:
-        """The part of the fleet that is due to a flow while the flows that are active now stay so."""
+        """The part of the fleet that is due to a flow, active or not, beside the flows that are active now."""
         others = sum(self.weight(other) for other in self._virtual if other != flow)
         return self.weight(flow) / (others + self.weight(flow))
 
@@ -43,9 +43,17 @@ class Shares:
             self._left[flow] = left
         self._left = {other: at for other, at in self._left.items() if at > self._now}
 
+    def is_active(self, flow: int) -> bool:
+        """Whether the flow has work."""
+        return flow in self._virtual
+
     def order(self) -> list[int]:
         """Active flows, the one to serve first in front; of equal ones the lower number."""
         return sorted(self._virtual, key=lambda flow: (self._virtual[flow], flow))
+
+    def lead(self, flow: int, other: int) -> float:
+        """Virtual seconds by which an active flow is ahead of another."""
+        return self._virtual[flow] - self._virtual[other]
 
     def charge(self, flow: int, seconds: float) -> None:
         """So much of the flow's work was taken."""

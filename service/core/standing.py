@@ -1,7 +1,7 @@
 """StandingPlan, the policy of Trunkline: the whole backlog in prefix order, shared among tenants, kept as it changes.
 
-One `FlowPlan` a tenant; `Shares` says whose turn it is at every cohort, so an instance changes between tenants at
-cohort boundaries only, and each of them goes on where it was in its own prefix order.
+One `FlowPlan` a tenant; `Turns` says whose cohort an instance takes next, and each of them goes on where it was in its
+own prefix order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from service.core.flowplan import Fleet, FlowPlan
 from service.core.plan import DEFAULT_LIMITS, InstanceView, Limits, PlannedCohort
 from service.core.policy import Arrivals, chosen_arrivals
 from service.core.shares import Shares
+from service.core.turns import Turns
 
 _PACE_AFTER_COHORTS = 2  # taken per instance, before the pace says anything
+_SMALL_SHARE = 0.25  # of the backlog: a tenant with less keeps to its own share of the instances
 _SLOWEST, _FASTEST = 1e-3, 1e3  # estimated / real seconds: rates that nobody fitted may be off by so much
 
 
@@ -30,6 +32,7 @@ class StandingPlan:
         self._fleet = Fleet()
         self._flows: dict[int, FlowPlan] = {}
         self._shares = Shares()
+        self._turns = Turns(self._shares, limits.cohort_seconds)
         self._taken_seconds = 0.0  # estimated, since `_since`
         self._taken_cohorts = 0
         self._since = -math.inf
@@ -48,11 +51,13 @@ class StandingPlan:
         if is_same:
             return
         self._since = -math.inf
+        self._turns.change_fleet(origins)
         for flow in self._flows.values():
             flow.change_fleet(origins)
 
     def set_loads(self, seconds: Sequence[float], jobs: Sequence[int]) -> None:
         self._fleet.out_seconds[:] = seconds
+        self._turns.set_out(jobs)
 
     def set_weight(self, flow: int, weight: float) -> None:
         self._shares.set_weight(flow, weight)
@@ -72,16 +77,25 @@ class StandingPlan:
                 self._shares.retire(number)
 
     def next_cohort(self, instance: int, now_seconds: float) -> PlannedCohort | None:
-        order = self._shares.order()
-        max_seconds = self._limits.contended_seconds if len(order) > 1 else math.inf
-        for number in order:
+        owner = self._turns.owner(instance)
+        for number in self._turns.candidates(instance, now_seconds):
             flow = self._flows[number]
-            flow.refresh(now_seconds, self._servers(number, now_seconds))
-            cohort = flow.take(instance, max_seconds)
+            servers = self._servers(number, now_seconds)
+            if flow.is_due(now_seconds, servers):
+                flow.replan(now_seconds, servers, self._lanes(number, instance))
+            cohort = flow.take(instance)
             if cohort is not None:
                 self._charge(number, cohort, now_seconds)
                 return cohort
+            if number == owner and self._turns.is_held(instance, now_seconds):
+                return None
         return None
+
+    def _lanes(self, number: int, instance: int) -> Sequence[int]:
+        """Instances over which a flow is planned: all, but for one that is done long before the others are."""
+        if _SMALL_SHARE * self.pending_jobs < self._flows[number].count:
+            return range(len(self._fleet.views))
+        return self._turns.claim(number, instance)
 
     def _charge(self, number: int, cohort: PlannedCohort, now_seconds: float) -> None:
         if self._since == -math.inf:
@@ -90,6 +104,8 @@ class StandingPlan:
         self._taken_cohorts += 1
         self._fleet.out_seconds[cohort.instance] += cohort.estimated_seconds
         self._shares.charge(number, cohort.estimated_seconds)
+        out_seconds = self._fleet.out_seconds[cohort.instance] / self._speed(now_seconds)
+        self._turns.took(cohort.instance, number, len(cohort.job_ids), out_seconds, now_seconds)
         if not self._flows[number].count:
             self._shares.retire(number)
             if not self._shares.order():

@@ -150,11 +150,14 @@ def classify_miss(
         return MissCause.FIRST_OF_GROUP
     if cached_tokens:
         return None
-    # A steal corrects the prediction of its first job to what the thief holds, often nothing: its group ran elsewhere.
-    return _elsewhere(circumstances) or MissCause.BELOW_ONE_BLOCK
+    # Of a group, and nothing was expected. A steal corrects the prediction of its first job to what the thief holds,
+    # and behind a cut nothing is held: the group began elsewhere. Else two prompts share less than a block.
+    is_cut = circumstances.leads_cohort and prompt_tokens > 2 * block_size
+    return _elsewhere(circumstances) or (MissCause.OTHER_INSTANCE if is_cut else MissCause.BELOW_ONE_BLOCK)
 
 
 _CAUSE_OF_NEIGHBOUR = {
+    Neighbour.RECENT: MissCause.EVICTED,
     Neighbour.OLD: MissCause.EVICTED,
     Neighbour.IN_FLIGHT: MissCause.IN_FLIGHT,
     Neighbour.FORMER: MissCause.RESTARTED,

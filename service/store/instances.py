@@ -14,9 +14,9 @@ from service.core.model import BootState, CohortState
 from service.errors import InstanceHeld
 from service.store.clock import ago
 from service.store.dispatching import blame_alone
-from service.store.tables import cohort, cohort_event, instance_boot, job
+from service.store.tables import cohort, cohort_event, instance_boot, job, job_result
 
-_FORMER_COHORTS, _FORMER_JOBS = 64, 2_000
+_FORMER_JOBS = 2_000  # more than a cache of millions of tokens held, in most fleets
 _LIVE = (BootState.STARTING, BootState.READY, BootState.DRAINING)
 
 
@@ -128,13 +128,12 @@ def former_keys(conn: sa.Connection, boot_id: int) -> list[bytes]:
         .scalar_subquery()
     )
     last = (
-        sa.select(cohort.c.id)
-        .where(cohort.c.instance_boot_id == former)
-        .order_by(cohort.c.sequence.desc())
-        .limit(_FORMER_COHORTS)
+        sa.select(job_result.c.job_id)
+        .where(job_result.c.instance_boot_id == former)
+        .order_by(job_result.c.recorded_xid.desc(), job_result.c.job_id.desc())
+        .limit(_FORMER_JOBS)
     )
-    keys = sa.select(job.c.prefix_key).where(job.c.cohort_id.in_(last)).limit(_FORMER_JOBS)
-    return list(conn.execute(keys).scalars())
+    return list(conn.execute(sa.select(job.c.prefix_key).where(job.c.id.in_(last))).scalars())
 
 
 def mark_ready(conn: sa.Connection, boot_id: int, facts: BootFacts) -> bool:

@@ -30,6 +30,7 @@ from service.store.session import Database
 from service.store.tables import instance_boot, job, job_result, tenant
 from service.tokenizing import Keyed, Tokenizing
 from workers.agreement import key_agreement
+from workers.engines.base import Engine, EngineGone
 from workers.engines.openai import OpenAIEngine
 from workers.owner import InstanceOwner
 
@@ -225,6 +226,26 @@ def test_a_tokenizer_that_differs_is_found_at_every_endpoint(
         assert agreement(server, settings, files, endpoint) is True
 
 
+class Dying(Engine):
+    """Answers some questions, with tokens of its own, and then no more."""
+
+    def __init__(self, answers: list[list[int] | None]) -> None:
+        self.answers = answers
+
+    async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
+        if not self.answers:
+            raise EngineGone("test")
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(("answers", "agrees"), [([], None), ([None], None), ([[1, 2, 3]], False)])
+async def test_what_was_found_before_an_engine_went_away_counts(
+    files: Path, answers: list[list[int] | None], agrees: bool | None
+) -> None:
+    model = Model(name=MODEL, tokenizer=files)
+    assert await key_agreement(Dying(answers), Tokenizing(Models({MODEL: model})), model) is agrees
+
+
 def agreement(
     server: CachingServer, settings: Settings, files: Path, endpoint: Endpoint = Endpoint.CHAT
 ) -> bool | None:
@@ -311,3 +332,13 @@ def test_a_salt_of_its_own_in_every_request_is_found_in_what_is_not_served(
         bench.wait_for(Mismatch.CACHE)
         bench.run([chat(1, line) for line in range(100, 110)])
         assert bench.causes()[MissCause.SALT] >= 9
+
+
+def test_a_new_boot_knows_what_ran_on_the_one_before(settings: Settings, database: Database, files: Path) -> None:
+    with bench_at(CachingServer(files), settings, database, files) as bench:
+        bench.run(ALL)
+    with bench_at(CachingServer(files), settings, database, files) as again:
+        again.run([chat(1, line) for line in range(50, 60)], at_least=288)
+        causes = again.causes()
+    assert causes[MissCause.RESTARTED] >= 1
+    assert set(causes) <= {MissCause.RESTARTED, MissCause.IN_FLIGHT}

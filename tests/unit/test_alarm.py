@@ -52,20 +52,23 @@ def test_a_cold_cache_where_the_neighbour_must_be_there() -> None:
     assert verdict(*[HIT] * 99, *[other(1, MISS)] * 6, other(1, HIT)) is None
 
 
-@pytest.mark.parametrize("where", [Neighbour.OLD, Neighbour.IN_FLIGHT, Neighbour.FORMER, Neighbour.NOWHERE])
+@pytest.mark.parametrize(
+    "where", [Neighbour.OLD, Neighbour.RECENT, Neighbour.IN_FLIGHT, Neighbour.FORMER, Neighbour.NOWHERE]
+)
 def test_evictions_races_and_restarts_are_no_alarm(where: Neighbour) -> None:
     misses = [replace(MISS, neighbour=where)] * 200
     assert verdict(*misses, replace(HIT, neighbour=where)) is None
 
 
-def test_a_cache_that_serves_nothing_at_all_is_wrong_however_small_it_is() -> None:
-    old, beside = (replace(MISS, neighbour=where) for where in (Neighbour.OLD, Neighbour.IN_FLIGHT))
-    assert verdict(*[old] * 23) is None
-    assert verdict(*[old] * 24) is Mismatch.CACHE
+def test_a_cache_that_serves_nothing_at_all_of_what_just_ran_is_wrong() -> None:
+    recent, beside = (replace(MISS, neighbour=where) for where in (Neighbour.RECENT, Neighbour.IN_FLIGHT))
+    assert verdict(*[recent] * 23) is None
+    assert verdict(*[recent] * 24) is Mismatch.CACHE
     assert verdict(*[beside] * 24) is Mismatch.CACHE
     assert verdict(*[beside] * 24, shares=False) is None
-    assert verdict(*[replace(old, neighbour=Neighbour.NOWHERE)] * 99) is None
-    assert verdict(*[replace(old, cached_tokens=None)] * 99) is None
+    for where in (Neighbour.OLD, Neighbour.NOWHERE, Neighbour.FORMER):
+        assert verdict(*[replace(recent, neighbour=where)] * 99) is None
+    assert verdict(*[replace(recent, cached_tokens=None)] * 99) is None
 
 
 def test_a_prediction_made_of_bytes_is_held_only_to_the_roughest() -> None:

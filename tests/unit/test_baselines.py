@@ -14,11 +14,11 @@ from service.core.plan import InstanceView, Limits, PlannedCohort
 from service.core.policies import POLICIES, make_policy
 from service.core.policy import Arrivals, Policy
 from service.core.replay import replay_fleet
-from service.core.routers import Affinity, CacheAware, LeastCost, LeastLoaded, PrefixHash, RoundRobin, Router
+from service.core.routers import Affinity, ByLedger, CacheAware, LeastLoaded, PrefixHash, RoundRobin, Router
 from service.core.scenario import EngineShape
 from service.core.trace import read_trace
 
-ROUTERS = [RoundRobin, LeastLoaded, Affinity, CacheAware, PrefixHash, LeastCost]
+ROUTERS = [RoundRobin, LeastLoaded, Affinity, CacheAware, PrefixHash, ByLedger]
 BASELINES = POLICIES[1:]
 Job = tuple[list[int], int, int, int]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -394,3 +395,11 @@ def test_the_conversation_trace_has_the_bound_its_readme_gives(folder: Path) -> 
     assert (found["jobs"], found["too_long"]) == (11_963, 68)
     assert found["bound"] == pytest.approx(0.380, abs=0.0005)
     assert found["eta"] >= 0.98
+
+
+def test_every_figure_is_documented(plan: Plan) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?`) \|", text.partition("## What the figures mean")[2].partition("\n## ")[0], re.M)
+    assert {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)} == set(plan(family_trace()))
+    policies = re.findall(r"^\| `([a-z_]+)` \|", text.partition("## What it is compared with")[2], re.M)
+    assert {*policies, "prefix"} == set(POLICIES)

@@ -39,6 +39,10 @@ def test_a_neighbour_that_ended_before_is_there_until_enough_was_written() -> No
     end(past, 2, at=2.0, written=1_000, group=7)
     assert find(past, key(9), SHARED, 3.0) is Neighbour.COMPUTED
     end(past, 3, at=3.0, written=1, group=7)
+    assert find(past, key(9), SHARED, 3.0) is Neighbour.RECENT
+    end(past, 3, at=3.0, written=599, group=7)
+    assert find(past, key(9), SHARED, 3.0) is Neighbour.RECENT
+    end(past, 3, at=3.0, written=1, group=7)
     assert find(past, key(9), SHARED, 3.0) is Neighbour.OLD
     end(past, 4, at=4.0)  # used again
     assert find(past, key(9), SHARED, 4.0) is Neighbour.COMPUTED
@@ -50,7 +54,7 @@ def test_what_runs_now_may_evict_too() -> None:
     assert find(past, key(9), SHARED, 1.0) is Neighbour.COMPUTED
     for line in range(2, 4):
         past.expect(line, key(line, group=3))
-    assert find(past, key(9), SHARED, 1.0) is Neighbour.OLD  # two more of 300 tokens
+    assert find(past, key(9), SHARED, 1.0) is Neighbour.RECENT  # two more of 300 tokens
     past.leave(2)
     assert find(past, key(9), SHARED, 1.0) is Neighbour.COMPUTED
 
@@ -58,7 +62,7 @@ def test_what_runs_now_may_evict_too() -> None:
 def test_without_a_capacity_nothing_is_sure() -> None:
     past = History()
     end(past, 1, at=1.0)
-    assert find(past, key(9), SHARED, 1.0) is Neighbour.OLD
+    assert find(past, key(9), SHARED, 1.0) is Neighbour.RECENT
 
 
 def test_a_neighbour_beside_is_no_neighbour_before() -> None:
@@ -68,6 +72,15 @@ def test_a_neighbour_beside_is_no_neighbour_before() -> None:
     end(past, 1, at=5.0)
     assert find(past, key(9), SHARED, 4.9) is Neighbour.IN_FLIGHT
     assert find(past, key(9), SHARED, 5.0) is Neighbour.COMPUTED
+
+
+def test_a_neighbour_beside_counts_before_one_that_may_be_evicted() -> None:
+    past = History(capacity_tokens=1_000)
+    end(past, 1, at=1.0)
+    end(past, 2, at=2.0, written=2_000, group=7)
+    assert find(past, key(9), SHARED, 3.0) is Neighbour.OLD
+    past.expect(3, key(3))
+    assert find(past, key(9), SHARED, 3.0) is Neighbour.IN_FLIGHT
 
 
 def test_a_neighbour_behind_is_none() -> None:
@@ -106,19 +119,16 @@ def test_a_job_is_expected_once() -> None:
 
 
 def test_what_ran_on_the_boot_before_is_known_by_its_keys() -> None:
-    before = History()
-    end(before, 1, at=1.0)
-    now = History(former_keys=before.keys())
+    now = History(former_keys=[key(1), key(1, group=2)])
     assert find(now, key(9), SHARED, 1.0) is Neighbour.FORMER
     end(now, 2, at=2.0)
-    assert find(now, key(9), SHARED, 2.0) is Neighbour.OLD
+    assert find(now, key(9), SHARED, 2.0) is Neighbour.RECENT
 
 
 def test_memory_is_bounded_and_the_newest_stay() -> None:
     past = History(capacity_tokens=10**9)
     for line in range(history._KEPT_JOBS * 2 + 10):
         past.end(line, line.to_bytes(4, "big") * 2, 32, fed_at=0.0, ended_at=float(line), written_tokens=1)
-    assert len(past.keys()) == history._KEPT_JOBS + 10
     assert past.end(-1, b"\0\0\0\1" * 2, 32, fed_at=1e9, ended_at=1e9, written_tokens=0) is Neighbour.NOWHERE
     newest = (history._KEPT_JOBS * 2).to_bytes(4, "big") * 2
     assert past.end(-2, newest, 32, fed_at=1e9, ended_at=1e9, written_tokens=0) is Neighbour.COMPUTED

@@ -34,9 +34,32 @@ def test_unless_the_work_ahead_there_costs_more() -> None:
     ledger = opened(10_000, 10_000)
     key = key_of([1] * 20)
     ledger.record(1, key, 650)
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=0.63)]).boot_id == 1
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=0.65)]).boot_id == 0
+    # The bound is 1.5 x the mean, which is half the load, and 0.65 s for the job on a cold boot: 2.6 s.
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.59)]).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.61)]).boot_id == 0
+    # With 2 s of decoding it is 4.6 s, and 10.6 s.
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.5)], 1000).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.7)], 1000).boot_id == 0
     assert ledger.choose(key, 650, []) is None
+
+
+def test_within_that_bound_prefill_counts_twice_and_work_once() -> None:
+    ledger = opened(10_000, 10_000)
+    key = key_of([1] * 20)
+    ledger.record(0, key[:40], 320)
+    ledger.record(1, key, 640)
+    # 320 tokens of 1,120 at boot 0, 640 at boot 1: 0.8 s and 0.48 s of prefill, (0.8 / 0.48) ** 2 = 2.78.
+    assert ledger.choose(key, 1120, [boot(0, load_seconds=1.0), boot(1, load_seconds=3.6)]).boot_id == 1
+    assert ledger.choose(key, 1120, [boot(0, load_seconds=1.0), boot(1, load_seconds=3.7)]).boot_id == 0
+
+
+def test_a_faster_boot_needs_less_in_its_cache() -> None:
+    ledger = opened(10_000, 10_000)
+    key = key_of([1] * 20)
+    ledger.record(0, key, 640)
+    fast = Rates(prefill_tokens_per_second=10_000, decode_tokens_per_second=500)
+    assert ledger.choose(key, 1000, [boot(0), boot(1)]).boot_id == 0
+    assert ledger.choose(key, 1000, [boot(0), boot(1, rates=fast)]).boot_id == 1
 
 
 def test_of_equal_costs_the_first_is_taken() -> None:

@@ -116,6 +116,7 @@ def miss(predicted: int, measured: int | None, *, prompt_tokens: int = 1000, **k
     [
         ({}, MissCause.UNKNOWN),
         ({"neighbour": Neighbour.OLD}, MissCause.EVICTED),
+        ({"neighbour": Neighbour.RECENT}, MissCause.EVICTED),
         ({"neighbour": Neighbour.OLD, "rerun": True, "moved": True}, MissCause.EVICTED),
         ({"neighbour": Neighbour.IN_FLIGHT, "moved": True}, MissCause.IN_FLIGHT),
         ({"neighbour": Neighbour.FORMER}, MissCause.RESTARTED),
@@ -155,6 +156,8 @@ def test_prompts_that_nothing_was_predicted_for() -> None:
 def test_a_group_that_began_elsewhere_is_no_first() -> None:
     """A steal corrects the prediction of its first job to nothing."""
     assert miss(0, 0, moved=True) is MissCause.OTHER_INSTANCE
+    assert miss(0, 0, leads_cohort=True) is MissCause.OTHER_INSTANCE
+    assert miss(0, 0, leads_cohort=True, prompt_tokens=60) is MissCause.BELOW_ONE_BLOCK
     assert miss(0, 0, moved=True, rerun=True) is MissCause.RESTARTED
 
 

@@ -1,0 +1,54 @@
+"""What the instances' caches should hold of the jobs taken last: for late arrivals, whose group may have run just now.
+
+The ledger keeps the same for jobs that come one by one, rung by rung; this is for the plan, where every job of a
+backlog passes, and costs a few microseconds a job.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+from service.core.prefix import shared_tokens
+
+
+class Recent:
+    """Keys in order of taking per instance, bounded by its cache, and all of them in key order."""
+
+    def __init__(self, n_instances: int) -> None:
+        self._taken: list[deque[tuple[bytes, int, int]]] = [deque() for _ in range(n_instances)]  # key, serial, tokens
+        self._tokens = [0] * n_instances
+        self._sorted: list[tuple[bytes, int, int]] = []  # key, serial, instance
+        self._serials = 0
+
+    def add(self, instance: int, key: bytes, new_tokens: int, kv_capacity_tokens: int) -> None:
+        """A job was taken that needs `new_tokens` of the cache beyond what it shares. The oldest keys that the cache
+        then has no room for are forgotten."""
+        self._serials += 1
+        insort(self._sorted, (key, self._serials, instance))
+        self._taken[instance].append((key, self._serials, new_tokens))
+        self._tokens[instance] += new_tokens
+        while self._tokens[instance] > kv_capacity_tokens:
+            self._forget_oldest(instance)
+
+    def longest_match(self, key: bytes) -> tuple[int, int]:
+        """Tokens that `key` shares with a job taken, the most there are, and the instance of that; (0, -1) for none."""
+        at = bisect_left(self._sorted, (key, 0, 0))
+        around = self._sorted[max(at - 1, 0) : at + 1]
+        best = max(((shared_tokens(held, key), instance) for held, _, instance in around), default=(0, -1))
+        return best if best[0] else (0, -1)
+
+    def change_fleet(self, origins: Sequence[int | None]) -> None:
+        """For each instance now its index before, None for one whose cache is empty."""
+        before = self._taken
+        self._taken = [deque() if origin is None else before[origin] for origin in origins]
+        self._tokens = [sum(tokens for _, _, tokens in taken) for taken in self._taken]
+        self._sorted = sorted(
+            (key, serial, instance) for instance, taken in enumerate(self._taken) for key, serial, _ in taken
+        )
+
+    def _forget_oldest(self, instance: int) -> None:
+        key, serial, tokens = self._taken[instance].popleft()
+        self._tokens[instance] -= tokens
+        del self._sorted[bisect_left(self._sorted, (key, serial, instance))]

@@ -1,0 +1,103 @@
+"""What the plan is worth, on the recorded prompts where they are there and on made-up ones: the promises of the README.
+
+A few cells of `python -m bench.traces`; all of them take minutes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from traces import trace_folder
+
+from bench.prompt_sets import MADE_UP, MODEL_FOLDER, read_bbh
+from bench.traces import ONLINE, Bench, Cell, PromptSet, read_conversation
+from workers.models import is_prepared
+
+KV = (100_000, 1_000_000)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Bench:
+    folder = trace_folder()
+    return Bench(
+        {
+            "conversation": lambda: read_conversation(folder / "conversation_trace.jsonl"),
+            "bbh": lambda: PromptSet(jobs=read_bbh(folder / "bbh"), block_size=16),
+        },
+        resume=None,
+    )
+
+
+def cell(prompts: str, kv_tokens: int, *, scenario: str = "known", policy: str = "prefix", instances: int = 8) -> Cell:
+    return Cell(prompts=prompts, instances=instances, kv_tokens=kv_tokens, scenario=scenario, policy=policy)
+
+
+@pytest.mark.parametrize(("kv_tokens", "gain", "too_long"), [(100_000, 1.35, 68), (1_000_000, 1.30, 0)])
+def test_conversation_is_near_the_bound_and_ahead_of_every_baseline(
+    recorded: Bench, kv_tokens: int, gain: float, too_long: int
+) -> None:
+    ours = recorded.figures(cell("conversation", kv_tokens))
+    assert ours.too_long == too_long
+    assert ours.eta >= 0.98
+    assert ours.max_over_mean <= 1.05
+    makespans = {
+        name: recorded.figures(cell("conversation", kv_tokens, policy=name)).makespan_seconds for name in ONLINE
+    }
+    assert makespans["round_robin"] / ours.makespan_seconds >= gain
+    assert min(makespans.values()) / ours.makespan_seconds >= 1.15
+    shared_queue = recorded.figures(cell("conversation", kv_tokens, policy="shared_queue"))
+    assert shared_queue.makespan_seconds > ours.makespan_seconds
+    assert shared_queue.eta < ours.eta
+
+
+@pytest.mark.parametrize("kv_tokens", KV)
+def test_conversation_with_lengths_unknown_a_window_or_late_arrivals(recorded: Bench, kv_tokens: int) -> None:
+    known = recorded.figures(cell("conversation", kv_tokens))
+    unknown = recorded.figures(cell("conversation", kv_tokens, scenario="unknown"))
+    assert unknown.makespan_seconds <= 1.05 * known.makespan_seconds
+    assert unknown.eta >= 0.98
+    window = recorded.figures(cell("conversation", kv_tokens, scenario="window"))
+    assert window.makespan_seconds <= 1.03 * known.makespan_seconds
+    assert window.hit_rate >= 0.95 * known.hit_rate
+    late = recorded.figures(cell("conversation", kv_tokens, scenario="late"))
+    assert late.makespan_seconds <= 1.05 * known.makespan_seconds
+    assert late.eta >= 0.935
+
+
+def test_bbh_keeps_its_hits_and_loses_no_time(recorded: Bench) -> None:
+    if not is_prepared(MODEL_FOLDER):
+        pytest.skip("no tokenizer: the engine tests prepare it")
+    for kv_tokens in KV:
+        ours = recorded.figures(cell("bbh", kv_tokens))
+        assert ours.eta >= 0.97
+        assert ours.max_over_mean <= 1.05
+        round_robin = recorded.figures(cell("bbh", kv_tokens, policy="round_robin"))
+        assert round_robin.makespan_seconds / ours.makespan_seconds >= 0.98
+
+
+@pytest.mark.parametrize("name", sorted(MADE_UP))
+def test_made_up_prompts_do_as_well(name: str) -> None:
+    make, block_size = MADE_UP[name]
+    bench = Bench({name: lambda: PromptSet(jobs=make(7, 4000), block_size=block_size)}, resume=None)
+    for kv_tokens in KV:
+        ours = bench.figures(cell(name, kv_tokens))
+        assert ours.eta >= 0.97
+        assert ours.max_over_mean <= 1.05
+        others = [bench.figures(cell(name, kv_tokens, policy=other)) for other in ("round_robin", "affinity")]
+        assert min(other.makespan_seconds for other in others) >= 0.98 * ours.makespan_seconds
+
+
+def test_cells_that_were_run_are_not_run_again(tmp_path: Path) -> None:
+    make, block_size = MADE_UP["questions"]
+    loads: list[int] = []
+
+    def load() -> PromptSet:
+        loads.append(1)
+        return PromptSet(jobs=make(3, 200), block_size=block_size)
+
+    kept = tmp_path / "cells.jsonl"
+    wanted = cell("questions", 100_000, instances=2)
+    first = Bench({"questions": load}, kept).figures(wanted)
+    assert Bench({"questions": load}, kept).figures(wanted) == first
+    assert loads == [1]
