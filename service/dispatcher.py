@@ -22,12 +22,14 @@ from service.connections import find_connections
 from service.core.ledger import Ledger
 from service.core.plan import Limits
 from service.core.policies import make_policy
+from service.corrections import CorrectionFeed
 from service.errors import BrokerUnreachable
 from service.feeding import Feeding
 from service.leader import Leader
 from service.live_backlog import LiveBacklog
 from service.migrate import check_schema
 from service.planner_input import FleetLoad, bulk_room, kv_tokens, ledger_view, single_cohort, singles_room
+from service.rate_keeper import RateKeeper
 from service.settings import Settings
 from service.store import backlog, dispatching, instances
 from service.store.dispatching import Edge, Message
@@ -49,6 +51,8 @@ class Dispatcher:
         self._publisher = publisher
         self._ledger = Ledger()
         self._known_boots: frozenset[int] = frozenset()
+        self._rates = RateKeeper()
+        self._corrections = CorrectionFeed()
         limits = Limits(cohort_jobs=settings.cohort_jobs)
         self._live = LiveBacklog(partial(make_policy, settings.plan_policy, limits), settings.plan_window_jobs)
         self._feeding = Feeding(database, self._live)
@@ -62,7 +66,7 @@ class Dispatcher:
         with self._database.transaction() as conn:
             boots = instances.ready_boots(conn, self._settings.stale_boot_seconds)
         models = sorted({boot.model for boot in boots})
-        self._forget_boots(boots)
+        self._learn(boots)
         self._database.run(self._isolate_suspects)
         for model in models:
             self._database.run(partial(self._place_singles, model=model, boots=boots))
@@ -97,12 +101,18 @@ class Dispatcher:
                 log.warning("cohort=%d not published: %s", message.cohort_id, error)
                 return
 
-    def _forget_boots(self, boots: Sequence[Boot]) -> None:
-        """A boot that is gone took its cache with it."""
+    def _learn(self, boots: Sequence[Boot]) -> None:
+        """What the boots finished says how fast they are, and where the ledger is wrong about their caches. A boot that
+        is gone took its cache with it."""
+        self._rates.refit_due(self._database, boots, time.monotonic())
         now = frozenset(boot.id for boot in boots)
         for boot_id in self._known_boots - now:
             self._ledger.forget(boot_id)
         self._known_boots = now
+        for boot in boots:
+            self._ledger.open(boot.id, kv_tokens(boot))
+        for item in self._database.run(lambda conn: self._corrections.next(conn, now)):
+            self._ledger.correct(item.boot_id, item.key, item.measured_cached_tokens, item.prompt_tokens)
 
     def _isolate_suspects(self, conn: sa.Connection) -> None:
         for suspect in backlog.suspects(conn, limit=50):
@@ -116,8 +126,6 @@ class Dispatcher:
             return
         fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
         by_id = {boot.id: boot for boot in fleet.of_model(model)}
-        for boot in by_id.values():
-            self._ledger.open(boot.id, kv_tokens(boot))
         load_seconds = {boot.id: fleet.seconds(boot.queue) for boot in by_id.values()}
         sequence = backlog.next_sequence(conn)
         placed = []
@@ -154,7 +162,6 @@ class Dispatcher:
             return messages, dispatching.edges_of(conn, ids) if ids else []
 
         messages, edges = self._database.run(move)
-        self._ledger.open(boot.id, kv_tokens(boot))
         for edge in edges:
             self._ledger.record(boot.id, edge.prefix_key, edge.prompt_tokens)
         return messages

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import sqlalchemy as sa
 
 from service.core.classes import PriorityClasses
 from service.core.policy import Arrivals, Policy
 from service.planner_input import backlog_arrays
 from service.store import backlog
 from service.store.backlog import OpenBatch, WaitingJob
+from service.store.output_lengths import output_scale
 from service.store.session import Database
 
 _CHUNK_JOBS = 10_000  # read in one transaction
@@ -120,10 +122,16 @@ class LiveBacklog:
 
     def _read_chunk(self, database: Database, model: str, source: _Source, room: int, now_seconds: float) -> int:
         limit = min(room, _CHUNK_JOBS)
-        jobs = database.run(lambda conn: backlog.jobs_after(conn, source.batch.id, model, source.after_id, limit))
+        batch_id = source.batch.id
+
+        def read(conn: sa.Connection) -> tuple[list[WaitingJob], float]:
+            jobs = backlog.jobs_after(conn, batch_id, model, source.after_id, limit)
+            return jobs, output_scale(conn, [batch_id])[batch_id]
+
+        jobs, scale = database.run(read)
         if jobs:
             source.after_id = jobs[-1].job_id
-            self._add(model, source, jobs, now_seconds)
+            self._add(model, source, jobs, now_seconds, scale)
         source.is_read = len(jobs) < limit
         return len(jobs)
 
@@ -135,10 +143,12 @@ class LiveBacklog:
                 source.retried.add(found.job_id)
                 self._add(model, source, [found], now_seconds)
 
-    def _add(self, model: str, source: _Source, jobs: Sequence[WaitingJob], now_seconds: float) -> None:
+    def _add(
+        self, model: str, source: _Source, jobs: Sequence[WaitingJob], now_seconds: float, scale: float = 1.0
+    ) -> None:
         n = len(jobs)
         arrivals = Arrivals(
-            jobs=backlog_arrays(jobs),
+            jobs=backlog_arrays(jobs, scale),
             owners=np.full(n, source.owner, dtype=np.int64),
             flows=np.full(n, source.batch.tenant_id, dtype=np.int64),
             deadlines=np.full(n, now_seconds + source.batch.seconds_left),

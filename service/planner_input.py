@@ -110,13 +110,13 @@ def ledger_view(boot: Boot, load_seconds: float) -> BootView:
     return BootView(boot_id=boot.id, block_size=block_size, rates=_rates(boot), load_seconds=load_seconds)
 
 
-def backlog_arrays(jobs: Sequence[backlog.WaitingJob]) -> planning.Backlog:
-    """Rows of the backlog as the planner's arrays."""
+def backlog_arrays(jobs: Sequence[backlog.WaitingJob], output_scale: float = 1.0) -> planning.Backlog:
+    """Rows of the backlog as the planner's arrays; answers are `output_scale` times as long as intake predicted."""
     return planning.Backlog(
         job_ids=np.array([item.job_id for item in jobs], dtype=np.int64),
         keys=[item.prefix_key for item in jobs],
         prompt_tokens=np.array([item.prompt_tokens for item in jobs], dtype=np.int64),
-        output_tokens=np.array([item.output_tokens for item in jobs], dtype=np.int64),
+        output_tokens=np.array([round(item.output_tokens * output_scale) for item in jobs], dtype=np.int64),
         body_bytes=np.array([item.body_bytes for item in jobs], dtype=np.int64),
     )
 
@@ -130,11 +130,11 @@ def _rates(boot: Boot) -> planning.Rates:
     )
 
 
-def job_seconds(tail: stealing.Tail) -> FloatArray:
-    """float64[jobs]: estimated cost of each job of a tail, for choosing where to halve it."""
+def job_seconds(tail: stealing.Tail, boot: Boot) -> FloatArray:
+    """float64[jobs]: estimated cost of each job of a tail on that boot, for choosing where to halve it."""
     prefill = np.array([item.prompt_tokens - item.predicted_cached_tokens for item in tail.jobs], dtype=np.float64)
     decode = np.array([item.output_tokens for item in tail.jobs], dtype=np.float64)
-    rates = _DEFAULT_RATES
+    rates = _rates(boot)
     return prefill / rates.prefill_tokens_per_second + decode / rates.decode_tokens_per_second
 
 

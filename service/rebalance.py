@@ -64,7 +64,7 @@ def _load(fleet: FleetLoad, boot: Boot, tail: stealing.Tail | None) -> InstanceL
 def _move(conn: sa.Connection, thief: Boot, tail: stealing.Tail, is_halved: bool) -> None:
     """Bind a tail cohort, or its second half, to the thief; correct what its first job should find there."""
     shared = neighbour_shared_tokens([item.prefix_key for item in tail.jobs])
-    at = halve(job_seconds(tail), shared) if is_halved else 0
+    at = halve(job_seconds(tail, thief), shared) if is_halved else 0
     cohort_id = stealing.split_tail(conn, tail, at) if at else tail.cohort_id
     held = backlog.last_keys(conn, [(thief.id, thief.queue)]).get(thief.queue, b"")
     stealing.rebind(conn, cohort_id, thief.queue, predict_first(thief, tail.jobs[at], held))

