@@ -18,7 +18,7 @@ from service.core.simulate import DEFAULT_COST, CostModel
 from service.errors import InputRefused
 from service.forecast import BASELINES, PREFIX, ROUND_ROBIN, Fleet, held_tokens, make_forecast, make_plan, too_long
 from service.plan_report import PlanReport, Progress, print_report
-from service.planfile import PlanInput, check_export, read_cost, read_input, write_plan
+from service.planfile import InputKind, PlanInput, check_export, read_cost, read_input, write_plan
 from service.settings import Settings, read_settings
 
 # Beyond these nothing is learned, and arrays of instances x cohorts or of a block's tokens no longer fit in memory.
@@ -51,6 +51,8 @@ def _policy(text: object) -> str:
         raise InputRefused(f"--policy is {text}; it must be one of {', '.join(POLICIES)}.")
     return str(text)
 
+
+_FEW_SHARE = 0.05  # of a trace: more that the cache cannot hold are a sign of a wrong --kv-tokens
 
 Input = Annotated[
     str, typer.Argument(metavar="INPUT", help="A batch file or a trace (JSONL), or - for standard input.")
@@ -240,11 +242,16 @@ def run_plan(asked: Asked, settings: Settings) -> PlanReport:
 
 
 def _fitting(found: PlanInput, fleet: Fleet, *, is_skipping: bool) -> FleetJobs:
-    """The jobs that a cache can hold. Raises InputRefused where one does not, or, when skipping, where none does."""
+    """The jobs that a cache can hold. Raises InputRefused where one does not, or, when skipping, where none does.
+
+    Of a trace, which is there to be measured and not to be run, a few that are too long are left out without asking.
+    """
     shape, jobs = fleet.shape, found.jobs
     long = too_long(jobs, shape)
     if not long.size:
         return jobs
+    is_few = long.size <= _FEW_SHARE * len(jobs.jobs.job_ids)
+    is_skipping = is_skipping or (found.kind is InputKind.TRACE and is_few)
     if is_skipping and long.size < len(jobs.jobs.job_ids):
         return jobs.take(np.setdiff1d(np.arange(len(jobs.jobs.job_ids)), long))
     largest = int(long[0])

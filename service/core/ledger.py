@@ -33,7 +33,8 @@ class Choice:
     seconds: float
 
 
-_LOAD_SLACK = 1.5  # x the mean load: what a boot may have ahead, beside a job's own time, and still be chosen
+# What a boot may have ahead and still be chosen: so much of the mean load, and so much of the job's own time.
+_MEAN_SLACK, _OWN_SLACK = 1.25, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +240,8 @@ class Ledger:
 
         Prefill: seconds for what its cache would not serve. Work: seconds of what is ahead there, and of the job itself
         where it is cheapest, so that idle boots can be told apart. Of equal products the one with least ahead, then
-        the first given. Boots with more ahead than half as much again as the mean, and the job's own time on a cold
-        boot, are left out: a product alone would keep a prefix that all jobs share on one boot. Records nothing.
+        the first given. Boots that are too far above the mean, measured by the job's own time with nothing cached, are
+        left out: a product alone would keep a prefix that all jobs share on one boot. Records nothing.
 
         After LMetric (Zhang et al., "Multiplication May Be All You Need for LLM Request Scheduling", 2026, arXiv
         2603.15202), which multiplies tokens and requests; seconds let boots of different speed be compared. Squared,
@@ -255,8 +256,9 @@ class Ledger:
         if not priced:
             return None
         own_seconds = min(price.prefill_seconds + price.decode_seconds for price in priced)
-        most = _LOAD_SLACK * sum(boot.load_seconds for boot in boots) / len(boots)
-        near = [price for price in priced if price.boot.load_seconds <= most + price.cold_seconds]
+        mean_seconds = sum(boot.load_seconds for boot in boots) / len(boots)
+        most = _MEAN_SLACK * mean_seconds
+        near = [price for price in priced if price.boot.load_seconds <= most + _OWN_SLACK * price.cold_seconds]
         best = min(
             near,
             key=lambda price: (

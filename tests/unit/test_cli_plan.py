@@ -301,6 +301,9 @@ def test_the_cost_file_decides_how_long_it_takes(plan: Plan, folder: Path) -> No
 
 def test_what_is_too_long_is_left_out_when_asked(plan: Plan, folder: Path) -> None:
     longer = entry(200_000, 1, list(range(391)))
+    with pytest.raises(InputRefused, match=r"3 of 43 jobs in input.jsonl do not fit a cache"):
+        plan((longer + b"\n") * 3 + family_trace())
+    assert plan(longer + b"\n" + family_trace(), "--no-baselines")["too_long"] == 1  # few of a trace: without asking
     found = plan(longer + b"\n" + family_trace(), "--skip-too-long", "--export", "plan.jsonl", "--no-baselines")
     assert (found["jobs"], found["too_long"]) == (40, 1)
     runs = exported(folder / "plan.jsonl")
@@ -389,7 +392,7 @@ def test_sharing_is_what_the_prefix_functions_say(jobs: list[Any]) -> None:
 def test_the_conversation_trace_has_the_bound_its_readme_gives(folder: Path) -> None:
     trace = trace_folder() / "conversation_trace.jsonl"
     arguments = ["plan", str(trace), "--instances", "8", "--kv-tokens", "1e5", "--json", "--no-baselines"]
-    result = CliRunner().invoke(build_app(arguments), [*arguments, "--skip-too-long"])
+    result = CliRunner().invoke(build_app(arguments), arguments)
     assert result.exception is None
     found = json.loads(result.stdout)
     assert (found["jobs"], found["too_long"]) == (11_963, 68)

@@ -34,10 +34,10 @@ def test_unless_the_work_ahead_there_costs_more() -> None:
     ledger = opened(10_000, 10_000)
     key = key_of([1] * 20)
     ledger.record(1, key, 650)
-    # The bound is 1.5 x the mean, which is half the load, and 0.65 s for the job on a cold boot: 2.6 s.
+    # The bound is 1.25 x the mean, half the load, and 1.5 x 0.65 s for the job on a cold boot: 2.6 s.
     assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.59)]).boot_id == 1
     assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.61)]).boot_id == 0
-    # With 2 s of decoding it is 4.6 s, and 10.6 s.
+    # With 2 s of decoding it is 10.6 s.
     assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.5)], 1000).boot_id == 1
     assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.7)], 1000).boot_id == 0
     assert ledger.choose(key, 650, []) is None
