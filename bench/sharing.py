@@ -39,6 +39,7 @@ _TOLD_TOKENS = 256  # what the service assumes of an answer without a limit
 _BATCHES = 30  # with deadlines
 # Of the time that first come, first served takes for a batch: deadlines are drawn evenly from between.
 _TIGHTNESS = {"tight": (0.8, 2.0), "loose": (2.0, 6.0), "overloaded": (0.2, 1.0), "arriving": (0.8, 2.0)}
+_ARRIVING_SHARE = 0.4  # of the time that first come, first served takes for all, in which batches arrive
 _LONGEST_JOB_TOKENS = 100_000  # of a trace: longer ones fit few caches
 
 
@@ -196,7 +197,8 @@ def flood(
 
 
 def floods(options: argparse.Namespace) -> Iterator[FloodFigures]:
-    """Every case. The cost of sharing is measured where both are there at the start with equal weights, seed 1."""
+    """Every case. The cost of sharing is measured with a trace, and where both are there at the start with equal
+    weights, first seed."""
     n_flood = _QUICK_JOBS if options.quick else _FLOOD_JOBS
     for seed in options.seeds:
         made_up = made(n_flood, seed, 60), made(_SMALL_JOBS, seed + 50, 5, salt=77)
@@ -207,7 +209,7 @@ def floods(options: argparse.Namespace) -> Iterator[FloodFigures]:
             shape = EngineShape(block_size=block_size, kv_capacity_tokens=_KV_TOKENS)
             for n in options.instances:
                 for weight, at in ((1.0, 0.0), (3.0, 0.0), (1 / 3, 0.0), (1.0, _MID_FLOOD_SECONDS)):
-                    is_whole = seed == options.seeds[0] and weight == 1.0 and not at
+                    is_whole = name == "trace" or (seed == options.seeds[0] and weight == 1.0 and not at)
                     yield FloodFigures(
                         jobs=name,
                         instances=n,
@@ -234,7 +236,7 @@ def deadlines(options: argparse.Namespace) -> Iterator[DeadlineFigures]:
         for n in options.instances:
             shapes = [EngineShape(block_size=16, kv_capacity_tokens=_KV_TOKENS // 2)] * n
             first = replay_fleet(at_once, FirstCome(), shapes)
-            arrival_seconds = batches * (0.8 * first.makespan_seconds / _BATCHES)
+            arrival_seconds = batches * (_ARRIVING_SHARE * first.makespan_seconds / _BATCHES)
             late = replace(at_once, arrival_seconds=np.asarray(arrival_seconds, dtype=np.float64))
             first_late = replay_fleet(late, FirstCome(), shapes)
             for is_known in (True, False):

@@ -9,6 +9,7 @@ instance that runs dry takes the tail of another: neither looks at the rest of t
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,7 +59,7 @@ class FlowPlan:
         self._planned_at = -np.inf
         self._is_stale = False  # the fleet is another
         self._is_tight = False  # a deadline decides the order
-        self._earliest = np.inf  # deadline
+        self._earliest = np.inf  # deadline that is not past
 
     @property
     def count(self) -> int:
@@ -75,7 +76,7 @@ class FlowPlan:
         before = self._planned
         slots = self._pending.extend(arrivals)
         self._came += len(slots)
-        self._earliest = min(self._earliest, float(arrivals.deadlines.min(initial=np.inf)))
+        self._earliest = min(self._earliest, _earliest_after(now_seconds, arrivals.deadlines))
         is_full = self._window_jobs is not None and self._pending.count > self._window_jobs
         if is_full or self._came > _REPLAN_SHARE * before:
             return
@@ -180,7 +181,7 @@ class FlowPlan:
         self._pending.pack()
         slots = self._pending.alive_slots()
         deadlines = self._pending.deadlines(slots)
-        self._earliest = float(deadlines.min())
+        self._earliest = _earliest_after(now_seconds, deadlines)
         if self._window_jobs is not None and len(slots) > self._window_jobs:
             slots = np.sort(slots[np.argsort(deadlines, kind="stable")[: self._window_jobs]])
         self._runs = Runs(len(self._fleet.views))
@@ -211,9 +212,8 @@ class FlowPlan:
         backlog = self._pending.backlog(slots)
         order = sort_order(backlog.keys, backlog.prompt_tokens)
         keys = [backlog.keys[place] for place in order.tolist()]
-        prompts, view = backlog.prompt_tokens[order], self._fleet.views[0]
-        _, cached = plan.follow(keys, prompts, dataclasses.replace(view, held_key=None))
-        seconds = plan.estimated_seconds(cached, prompts, backlog.output_tokens[order], view)
+        prompts = backlog.prompt_tokens[order]
+        seconds = self._fleet_seconds(keys, prompts, backlog.output_tokens[order])
         start = now_seconds + sum(self._fleet.out_seconds) / len(self._fleet.views)
         parts = split_phases(
             seconds=seconds,
@@ -224,6 +224,18 @@ class FlowPlan:
             slack_seconds=min(self._limits.cohort_seconds, float(seconds.sum()) / servers / self._limits.cohort_share),
         )
         return [slots[order[part]] for part in parts]
+
+    def _fleet_seconds(self, keys: Sequence[bytes], prompts: IntArray, outputs: IntArray) -> cut.FloatArray:
+        """float64[n]: cost of each job, in key order, on an instance that is as fast as the mean of those that can run
+        it; 0 where none can."""
+        views = self._fleet.views
+        kinds = Counter(dataclasses.replace(view, queue="", held_key=None, load_seconds=0, boot_id=0) for view in views)
+        per_second = np.zeros(len(keys))
+        for view, n in kinds.items():
+            _, cached = plan.follow(keys, prompts, view)
+            seconds = plan.estimated_seconds(cached, prompts, outputs, view)
+            per_second += n * np.divide(1, seconds, out=np.zeros(len(keys)), where=seconds > 0)
+        return np.divide(len(views), per_second, out=np.zeros(len(keys)), where=per_second > 0)
 
     def _due(self, slots: IntArray, seconds: cut.FloatArray, start_seconds: float, servers: float) -> cut.FloatArray:
         """The deadlines to keep, inf for the others: of jobs planned for the first time, those that first come, first
@@ -283,7 +295,8 @@ class FlowPlan:
             tokens = shared_tokens(held, key) if held is not None else 0
             if tokens > best:
                 best, target, piece = tokens, number, None
-        is_urgent = now_seconds + self.seconds / servers > float(self._pending.deadlines([slot])[0])
+        deadline = float(self._pending.deadlines([slot])[0])
+        is_urgent = now_seconds < deadline < now_seconds + self.seconds / servers
         if target < 0 or self._is_overloaded(target, best, loads):
             best, target, piece = 0, int(np.argmin(loads)), None
         view = self._fleet.views[target]
@@ -305,3 +318,8 @@ class FlowPlan:
         cached = np.array([cached_tokens], dtype=np.int64)
         prompts, outputs = self._pending.column("prompt_tokens", [slot]), self._pending.column("output_tokens", [slot])
         return float(plan.estimated_seconds(cached, prompts, outputs, view)[0])
+
+
+def _earliest_after(now_seconds: float, deadlines: cut.FloatArray) -> float:
+    """The next deadline, inf for none: one that is past is no reason for another plan."""
+    return float(deadlines[deadlines > now_seconds].min(initial=np.inf))

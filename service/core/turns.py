@@ -93,7 +93,11 @@ class Turns:
 
     def _due(self, flow: int) -> int:
         """Whole instances that are due to a flow: one at least."""
-        return max(1, math.floor(self._shares.share(flow) * len(self._owners)))
+        return max(1, math.floor(self._exact(flow)))
+
+    def _exact(self, flow: int) -> float:
+        """Instances that are due to a flow, parts of one too."""
+        return self._shares.share(flow) * len(self._owners)
 
     def _successor(self, instance: int, owner: int, order: Sequence[int]) -> int | None:
         """Who takes an instance over from an owner that still has work; None where it stays."""
@@ -103,10 +107,12 @@ class Turns:
         for flow in order:  # the one that is furthest behind first
             if flow == owner:
                 return None
-            is_behind = self._shares.lead(owner, flow) > self._patience_seconds
+            behind_seconds = self._shares.lead(owner, flow) * self._shares.weight(flow)
+            is_behind = behind_seconds > self._patience_seconds
             if has_spare and (is_behind or owned[flow] < self._due(flow)):
                 return flow
-            if is_crowded and is_behind and not owned[flow]:
+            is_short = owned[owner] > self._exact(owner) and owned[flow] < self._exact(flow)
+            if is_crowded and is_behind and (is_short or not owned[flow]):
                 return flow
         return None
 

@@ -34,12 +34,12 @@ def test_unless_the_work_ahead_there_costs_more() -> None:
     ledger = opened(10_000, 10_000)
     key = key_of([1] * 20)
     ledger.record(1, key, 650)
-    # The bound is 1.25 x the mean, half the load, and 1.5 x 0.65 s for the job on a cold boot: 2.6 s.
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.59)]).boot_id == 1
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.61)]).boot_id == 0
-    # With 2 s of decoding it is 10.6 s.
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.5)], 1000).boot_id == 1
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.7)], 1000).boot_id == 0
+    # The bound is 1.5 x the mean, half the load, and 1.5 x 0.65 s for the job on a cold boot: 3.9 s.
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=3.89)]).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=3.91)]).boot_id == 0
+    # With 2 s of decoding it is 15.9 s.
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=15.8)], 1000).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=16.0)], 1000).boot_id == 0
     assert ledger.choose(key, 650, []) is None
 
 
@@ -106,6 +106,28 @@ def test_a_prompt_beyond_the_capacity_leaves_no_trace() -> None:
     assert ledger.held_tokens(0) == 0
 
 
+def test_an_answer_takes_room_but_nobody_shares_it() -> None:
+    ledger = opened(320)
+    a, b = key_of([1] * 5), key_of([2] * 4)
+    ledger.record(0, a, 160)
+    ledger.record(0, b, 128, 64)
+    assert ledger.held_tokens(0) == 320
+    assert ledger.predict(0, a, 1000, 32) == 128
+
+
+def test_a_result_that_says_less_forgets_all_that_hung_below() -> None:
+    ledger = opened(100_000)
+    long, branch = key_of([1] * 6), key_of([1, 1, 1, 2])
+    ledger.record(0, long, 192)
+    ledger.record(0, branch, 128)
+    ledger.correct(0, key_of([1, 3]), 32, 64)  # as much as the map held of it: nothing is wrong
+    assert ledger.predict(0, long, 1000, 32) == 192
+    ledger.correct(0, key_of([1, 1, 3]), 32, 96)
+    ledger.check()
+    assert ledger.predict(0, long, 1000, 32) == ledger.predict(0, branch, 1000, 32) == 64
+    assert ledger.held_tokens(0) == 4 * 32  # 1, 1-1, 1-1-3 and 1-3
+
+
 rungs = st.lists(st.integers(0, 1), max_size=5)
 steps = st.lists(st.tuples(st.sampled_from(["record", "correct"]), rungs, st.integers(0, 31)), max_size=40)
 
@@ -130,6 +152,7 @@ def test_the_map_is_that_of_a_plain_lru(events: list[tuple[str, list[int], int]]
             held += [(prefix, 32) for prefix in reversed(prefixes)]
             while sum(n for _, n in held) > capacity:
                 held.pop(0)
+        ledger.check()
         assert ledger.held_tokens(0) == sum(n for _, n in held) <= capacity
         known = {prefix for prefix, _ in held}
         depth = next((d for d, prefix in enumerate(prefixes) if prefix not in known), len(prefixes))

@@ -13,7 +13,7 @@ from service.core.replay import FleetReplay, replay_fleet
 from service.core.scenario import EngineShape, FleetJobs, mean_context_tokens
 from service.core.trace import read_trace
 
-_EVEN = 1.05  # max/mean: below that, which of two is the more even is chance
+_CHANCE = 0.02  # of max/mean: the mean over four seeds moves more than that from one set of seeds to another
 
 
 def work_seconds(jobs: FleetJobs, result: FleetReplay, shape: EngineShape) -> FloatArray:
@@ -39,9 +39,8 @@ def check_ledger_against_affinity(streams: list[FleetJobs], shape: EngineShape, 
     ours = np.mean([replayed("ledger", jobs, shape, instances) for jobs in streams], axis=0)
     theirs = np.mean([replayed("affinity", jobs, shape, instances) for jobs in streams], axis=0)
     (hit_rate, imbalance, latency_seconds), (other_hit_rate, other_imbalance, other_latency_seconds) = ours, theirs
-    print(ours, theirs)
     assert hit_rate >= other_hit_rate
-    assert imbalance <= max(other_imbalance, _EVEN)
+    assert imbalance <= other_imbalance + _CHANCE
     assert latency_seconds <= other_latency_seconds
 
 
