@@ -131,14 +131,14 @@ class Dispatcher:
         placed = []
         for position, (priority, single) in enumerate(waiting):
             views = [ledger_view(boot, load_seconds[boot.id]) for boot in by_id.values()]
-            choice = self._ledger.choose(single.prefix_key, single.prompt_tokens, views)
+            choice = self._ledger.choose(single.prefix_key, single.prompt_tokens, views, single.output_tokens)
             if choice is None:
                 return
             boot = by_id[choice.boot_id]
             cohort = single_cohort(boot, model, single, priority, sequence + position, choice.predicted_cached_tokens)
             load_seconds[boot.id] += cohort.estimated_seconds
             placed.append(cohort)
-            self._ledger.record(boot.id, single.prefix_key, single.prompt_tokens)
+            self._ledger.record(boot.id, single.prefix_key, single.prompt_tokens, single.output_tokens)
         backlog.insert_cohorts(conn, placed)
 
     def _dispatch(self, boot: Boot, loads: list[dispatching.QueueLoad], interactive: bool) -> list[Message]:

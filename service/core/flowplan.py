@@ -93,7 +93,9 @@ class FlowPlan:
             slots = self._pending.alive(piece.slots)
             if slots:
                 seconds = piece.seconds * len(slots) / len(piece.slots)
-                kept.append(piece.instance, Piece(slots, first_key=self._pending.keys[slots[0]], seconds=seconds))
+                first_key = self._pending.keys[slots[0]]
+                left = Piece(slots, first_key=first_key, seconds=seconds, begins_group=piece.begins_group)
+                kept.append(piece.instance, left)
                 self._planned += len(slots)
         self._runs = kept
 
@@ -125,12 +127,14 @@ class FlowPlan:
         view = dataclasses.replace(self._fleet.views[instance], held_key=self._held[instance])
         shared, cached = plan.follow(backlog.keys, backlog.prompt_tokens, view)
         seconds = plan.estimated_seconds(cached, backlog.prompt_tokens, backlog.output_tokens, view)
+        prompts = backlog.prompt_tokens
+        first = ~shares_group(shared, prompts, np.concatenate((prompts[:1], prompts[:-1])))
         n = self._fitting(backlog.body_bytes)
         if n < len(piece.slots):
             rest = Piece(piece.slots[n:], first_key=backlog.keys[n], seconds=float(seconds[n:].sum()))
+            rest.begins_group = bool(first[n])
             self._runs.append_head(instance, rest)
-        prompts = backlog.prompt_tokens
-        first = ~shares_group(shared, prompts, np.concatenate((prompts[:1], prompts[:-1])))
+        first[0] &= piece.begins_group
         self._held[instance] = backlog.keys[n - 1]
         slots = piece.slots[:n]
         cohort = PlannedCohort(
@@ -198,6 +202,7 @@ class FlowPlan:
             ]
             for cohort in plan.plan(self._pending.backlog(phase), views, self._limits):
                 piece = Piece(cohort.job_ids.tolist(), first_key=cohort.first_key, seconds=cohort.estimated_seconds)
+                piece.begins_group = bool(cohort.first_of_group[0])
                 self._runs.append(lanes[cohort.instance], piece)
                 held[lanes[cohort.instance]] = cohort.last_key
         self._planned = self._planned_then = len(slots)
@@ -267,6 +272,7 @@ class FlowPlan:
         )
         at = steal.halve(seconds, shared)
         kept = Piece(piece.slots[:at], first_key=backlog.keys[0], seconds=float(seconds[:at].sum()))
+        kept.begins_group = piece.begins_group
         self._runs.append(wish.victim, kept)
         return Piece(piece.slots[at:], first_key=backlog.keys[at], seconds=float(seconds[at:].sum()))
 
@@ -306,7 +312,7 @@ class FlowPlan:
         if piece is not None and not is_urgent:
             self._runs.insert(piece, place, slot, key, seconds)
             return
-        alone = Piece([slot], first_key=key, seconds=seconds)
+        alone = Piece([slot], first_key=key, seconds=seconds, begins_group=2 * best < prompt)
         add = self._runs.append_head if best or is_urgent else self._runs.append
         add(target, alone)
 

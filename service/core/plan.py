@@ -91,7 +91,7 @@ class PlannedCohort:
     instance: int  # index into the instances given
     job_ids: IntArray
     predicted_cached_tokens: IntArray  # after the job before it in the instance's run
-    first_of_group: NDArray[np.bool_]  # shares less than half with the job before it
+    first_of_group: NDArray[np.bool_]  # shares less than half with the job before it, here or in key order
     estimated_seconds: float
     body_bytes: int
     prompt_tokens: int
@@ -331,7 +331,9 @@ def _cohorts(number: int, run: IntArray, jobs: _Sorted, view: InstanceView, limi
     prompt_tokens, body_bytes = jobs.prompt_tokens[run], jobs.body_bytes[run]
     predicted = _predict(shared, prompt_tokens, view)
     seconds = estimated_seconds(predicted, prompt_tokens, jobs.output_tokens[run], view)
+    # By the neighbour in key order too, wherever that runs: a group that was parted has one first job, not two.
     first = ~shares_group(shared, prompt_tokens, np.concatenate((prompt_tokens[:1], prompt_tokens[:-1])))
+    first &= ~shares_group(jobs.shared[run], prompt_tokens, jobs.prompt_tokens[run - 1])
     cumulative = np.concatenate(([0.0], np.cumsum(seconds)))
     ends = cut.chop(
         cumulative,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from service.core.baselines import Routed, SharedQueue
+from service.core.model import PolicyName
 from service.core.plan import DEFAULT_LIMITS, Limits
 from service.core.policy import Policy
 from service.core.routers import Affinity, ByLedger, CacheAware, LeastLoaded, PrefixHash, RoundRobin, Router
@@ -23,9 +24,9 @@ POLICIES = ("prefix", *_ROUTERS, "shared_queue")  # the first is the planner; th
 
 def make_policy(name: str, limits: Limits = DEFAULT_LIMITS, window_jobs: int | None = None) -> Policy:
     """A policy with nothing in it; `window_jobs` is the planner's alone. Raises ValueError for an unknown name."""
-    if name == "prefix":
+    if name == PolicyName.PREFIX:
         return StandingPlan(limits, window_jobs)
-    if name == "shared_queue":
+    if name == PolicyName.SHARED_QUEUE:
         return SharedQueue(limits)
     if name not in _ROUTERS:
         raise ValueError(f"There is no policy {name!r}; there are {', '.join(POLICIES)}.")

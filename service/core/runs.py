@@ -19,12 +19,13 @@ from service.core.prefix import IntArray, shared_tokens
 class Piece:
     """Slots of jobs that run one after the other on one instance."""
 
-    __slots__ = ("first_key", "instance", "seconds", "serial", "slots")
+    __slots__ = ("begins_group", "first_key", "instance", "seconds", "serial", "slots")
 
-    def __init__(self, slots: Iterable[int], *, first_key: bytes, seconds: float) -> None:
+    def __init__(self, slots: Iterable[int], *, first_key: bytes, seconds: float, begins_group: bool = False) -> None:
         self.slots = array("q", slots)
         self.first_key = first_key
         self.seconds = seconds  # estimated
+        self.begins_group = begins_group  # no job before its first, here or elsewhere, was of that one's group
         self.instance = -1  # of the run it is in
         self.serial = -1  # tells pieces of one first key apart
 

@@ -15,12 +15,14 @@ class Shares:
         self._virtual: dict[int, float] = {}  # of active flows only
         self._left: dict[int, float] = {}  # of flows that retired ahead of the others
         self._now = 0.0  # virtual time of the flow that was served last
+        self._total: float | None = None  # weight of the active flows, once asked for
 
     def set_weight(self, flow: int, weight: float) -> None:
         """Raises ValueError for a weight that is not above 0."""
         if not weight > 0:
             raise ValueError(f"a weight must be above 0, not {weight}")
         self._weights[flow] = weight
+        self._total = None
 
     def weight(self, flow: int) -> float:
         """1 where never set."""
@@ -28,17 +30,21 @@ class Shares:
 
     def share(self, flow: int) -> float:
         """The part of the fleet that is due to a flow, active or not, beside the flows that are active now."""
-        others = sum(self.weight(other) for other in self._virtual if other != flow)
-        return self.weight(flow) / (others + self.weight(flow))
+        if self._total is None:
+            self._total = sum(map(self.weight, self._virtual))
+        mine = self.weight(flow)
+        return mine / (self._total if flow in self._virtual else self._total + mine)
 
     def activate(self, flow: int) -> None:
         """The flow has work. Without effect while it is active."""
         if flow not in self._virtual:
             self._virtual[flow] = max(self._now, self._left.pop(flow, 0.0))
+            self._total = None
 
     def retire(self, flow: int) -> None:
         """The flow has no work left. Idempotent."""
         left = self._virtual.pop(flow, 0.0)
+        self._total = None
         if left > self._now:
             self._left[flow] = left
         self._left = {other: at for other, at in self._left.items() if at > self._now}

@@ -96,8 +96,8 @@ class Turns:
         return max(1, math.floor(self._exact(flow)))
 
     def _exact(self, flow: int) -> float:
-        """Instances that are due to a flow, parts of one too."""
-        return self._shares.share(flow) * len(self._owners)
+        """Instances that are due to a flow, parts of one too; what rounding took from a whole one is given back."""
+        return round(self._shares.share(flow) * len(self._owners), 9)
 
     def _successor(self, instance: int, owner: int, order: Sequence[int]) -> int | None:
         """Who takes an instance over from an owner that still has work; None where it stays."""
@@ -122,6 +122,6 @@ class Turns:
         owner = self._owners[instance]
         if owner is None or now_seconds >= self._hold_until[instance]:
             return False
-        if self._shares.share(owner) * len(self._owners) < 1:
+        if self._exact(owner) < 1:
             return False
         return sum(n for flow, n in self._out[instance] if flow == owner) > _FEW_JOBS

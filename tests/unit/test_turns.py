@@ -60,6 +60,12 @@ def test_whole_shares_are_whole_instances_at_once(each: int, flows: int) -> None
     assert owners(turns, n) == dict.fromkeys(range(flows), each)
 
 
+def test_thirds_are_whole_shares_too() -> None:
+    rounds = served_rounds(dict.fromkeys(range(3), 0.1), 6, 40)  # 0.1 / (0.1 + 0.1 + 0.1) < 1 / 3
+    assert all(served == rounds[0] for served in rounds)
+    assert Counter(rounds[0]) == {0: 2, 1: 2, 2: 2}
+
+
 def test_whole_shares_stay_where_they_are() -> None:
     rounds = served_rounds({0: 1.0, 1: 3.0}, 4, 40)
     assert all(served == rounds[0] for served in rounds)
@@ -76,11 +82,11 @@ def test_a_newcomer_takes_its_share_of_a_full_fleet() -> None:
     assert owners(turns, 4) == {0: 2, 1: 2}
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.sampled_from([1.0, 2.0, 7.0]), min_size=2, max_size=30), st.integers(1, 5))
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from([1.0, 2.0, 7.0]), min_size=2, max_size=10), st.integers(1, 5))
 def test_service_follows_the_weights_within_a_bound(weights: list[float], n_instances: int) -> None:
     """Over a long time each flow has its share of the work, within a few cohorts of an instance."""
-    rounds = served_rounds(dict(enumerate(weights)), n_instances, 600)
+    rounds = served_rounds(dict(enumerate(weights)), n_instances, 200)
     served = Counter(flow for round_ in rounds for flow in round_)
     total = sum(served.values())
     for flow, weight in enumerate(weights):
@@ -90,14 +96,14 @@ def test_service_follows_the_weights_within_a_bound(weights: list[float], n_inst
 
 
 def test_hundreds_of_tenants_on_three_instances_all_progress() -> None:
-    rounds = served_rounds(dict.fromkeys(range(300), 1.0), 3, 300)
+    rounds = served_rounds(dict.fromkeys(range(200), 1.0), 3, 150)
     first = {flow: number for number, served in reversed(list(enumerate(rounds))) for flow in served}
-    assert len(first) == 300
+    assert len(first) == 200
     served = Counter(flow for round_ in rounds for flow in round_)
     assert max(served.values()) - min(served.values()) <= 3
 
 
-@pytest.mark.parametrize("unit", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("unit", [1 / 128, 128.0])  # powers of 2: nothing is rounded
 def test_only_the_ratio_of_weights_matters(unit: float) -> None:
     assert served_rounds({0: unit, 1: unit}, 1, 50) == served_rounds({0: 1.0, 1: 1.0}, 1, 50)
     assert served_rounds({0: unit, 1: 3 * unit}, 2, 50) == served_rounds({0: 1.0, 1: 3.0}, 2, 50)
@@ -192,7 +198,7 @@ def test_an_instance_that_stays_keeps_its_owner_and_one_that_comes_has_none() ->
     assert turns.candidates(0, 2.0) == [0]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_whoever_has_work_is_served_in_a_bounded_time(data: st.DataObject) -> None:
     """Tenants come, go and come back, and instances come and go. One that waits is served before the others were
@@ -201,7 +207,7 @@ def test_whoever_has_work_is_served_in_a_bounded_time(data: st.DataObject) -> No
     shares, turns = started(dict.fromkeys(range(n_flows), 1.0), n)
     waited = dict.fromkeys(range(n_flows), 0)
     bound = (n_flows + 2) * (math.ceil(PATIENCE_SECONDS / COHORT_SECONDS) + 2) * 2
-    for number in range(120):
+    for number in range(60):
         event = data.draw(st.sampled_from(["serve"] * 6 + ["retire", "come", "fleet"]))
         flow = data.draw(st.integers(0, n_flows - 1))
         if event == "retire" and len(waited) > 1 and flow in waited:
@@ -212,8 +218,7 @@ def test_whoever_has_work_is_served_in_a_bounded_time(data: st.DataObject) -> No
             waited[flow] = 0
         elif event == "fleet":
             n = data.draw(st.integers(1, 4))
-            turns.change_fleet([place if data.draw(st.booleans()) and place < n else None for place in range(1)] * 1)
-            turns.change_fleet([0, *[None] * (n - 1)])
+            turns.change_fleet([data.draw(st.sampled_from([0, None])), *[None] * (n - 1)])
         for instance in range(n):
             turns.set_out([0] * n)
             flow_served = serve(shares, turns, instance, number * COHORT_SECONDS)
