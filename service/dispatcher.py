@@ -151,8 +151,7 @@ class Dispatcher:
             return []
 
         def move(conn: sa.Connection) -> tuple[list[Message], list[Edge]]:
-            open_jobs = 0 if interactive else dispatching.open_jobs(conn, boot.id)
-            room = singles_room(out) if interactive else bulk_room(boot, out, open_jobs)
+            room = singles_room(out) if interactive else bulk_room(boot, out, dispatching.open_work(conn, boot.id))
             messages = dispatching.dispatch(
                 conn, boot_id=boot.id, queue=boot.queue, model=boot.model, room=room, interactive=interactive
             )

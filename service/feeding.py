@@ -15,7 +15,7 @@ from service.live_backlog import LiveBacklog
 from service.planner_input import FleetLoad, bulk_room, instance_view
 from service.store import backlog, dispatching
 from service.store.backlog import NewCohort
-from service.store.dispatching import Room
+from service.store.dispatching import OpenWork
 from service.store.instances import Boot
 from service.store.session import Database
 
@@ -24,20 +24,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Mouth:
-    """A boot, and what it may still be given."""
+    """A boot, what it has, and what it was given on top of that. What is ready in the table counts as had."""
 
     index: int  # in the fleet as the policy knows it
     boot: Boot
-    room: Room
-    jobs: int = 0  # given
-    cohorts: int = 0
+    cohorts: int
+    work: OpenWork
     is_dry: bool = False  # there was nothing for it
 
     @property
     def is_hungry(self) -> bool:
-        if self.is_dry or self.cohorts >= self.room.most_cohorts:
-            return False
-        return self.jobs < self.room.jobs or self.cohorts < self.room.least_cohorts
+        room = bulk_room(self.boot, self.cohorts, self.work)
+        return not self.is_dry and room.most_cohorts > 0 and (room.jobs > 0 or room.least_cohorts > 0)
+
+    def give(self, item: PlannedCohort) -> None:
+        self.cohorts += 1
+        self.work = OpenWork(
+            jobs=self.work.jobs + len(item.job_ids),
+            new_tokens=self.work.new_tokens + item.prompt_tokens - int(item.predicted_cached_tokens.sum()),
+            output_tokens=self.work.output_tokens,  # as far as it is known; what is new weighs by its prompts
+        )
 
 
 class Feeding:
@@ -86,12 +92,12 @@ class Feeding:
 
 
 def _mouth(conn: sa.Connection, index: int, boot: Boot, fleet: FleetLoad) -> _Mouth:
-    """What is ready in the table counts as given."""
     active, ready, ready_jobs = (
         fleet.count(boot.queue, what, interactive=False) for what in ("active_cohorts", "ready_cohorts", "ready_jobs")
     )
-    room = bulk_room(boot, active, dispatching.open_jobs(conn, boot.id))
-    return _Mouth(index=index, boot=boot, room=room, jobs=ready_jobs, cohorts=ready)
+    work = dispatching.open_work(conn, boot.id)
+    work = OpenWork(jobs=work.jobs + ready_jobs, new_tokens=work.new_tokens, output_tokens=work.output_tokens)
+    return _Mouth(index=index, boot=boot, cohorts=active + ready, work=work)
 
 
 def _take(policy: PriorityClasses, mouths: Sequence[_Mouth], now_seconds: float) -> list[PlannedCohort]:
@@ -105,8 +111,7 @@ def _take(policy: PriorityClasses, mouths: Sequence[_Mouth], now_seconds: float)
                 mouth.is_dry = True
                 continue
             taken.append(cohort)
-            mouth.cohorts += 1
-            mouth.jobs += len(cohort.job_ids)
+            mouth.give(cohort)
         hungry = [mouth for mouth in hungry if mouth.is_hungry]
     return taken
 

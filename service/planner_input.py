@@ -10,12 +10,13 @@ import numpy as np
 from service.broker import BULK_SLOTS, INTERACTIVE_SLOTS
 from service.core import plan as planning
 from service.core.cut import FloatArray
+from service.core.feed import jobs_wanted
 from service.core.ledger import BootView
 from service.core.model import Priority
 from service.core.prefix import cacheable_tokens, shared_tokens
 from service.store import backlog, stealing
 from service.store.backlog import NewCohort, WaitingJob
-from service.store.dispatching import QueueLoad, Room
+from service.store.dispatching import OpenWork, QueueLoad, Room
 from service.store.instances import Boot
 
 _DEFAULT_BLOCK_TOKENS = 16  # vLLM's on a GPU; for engines that do not say
@@ -82,12 +83,20 @@ def single_cohort(
     )
 
 
-def bulk_room(boot: Boot, active_cohorts: int, open_jobs: int) -> Room:
-    """What may be out for a boot: enough jobs to fill its engine and half as many behind them, so that it never waits
-    for the next look; two cohorts at least, however large; and no more, since what is out cannot be stolen."""
-    wanted = (boot.max_num_seqs or _DEFAULT_SEQUENCES) * 3 // 2
+def bulk_room(boot: Boot, active_cohorts: int, work: OpenWork) -> Room:
+    """What may be out for a boot: what `core.feed` says, so that its engine never waits for the next look; two cohorts
+    at least, however large; and no more, since what is out cannot be stolen."""
+    rates = _rates(boot)
+    prefill_seconds = work.new_tokens / rates.prefill_tokens_per_second
+    wanted = jobs_wanted(
+        jobs=work.jobs,
+        seconds=prefill_seconds + work.output_tokens / rates.decode_tokens_per_second,
+        new_tokens=work.new_tokens,
+        max_num_seqs=boot.max_num_seqs or _DEFAULT_SEQUENCES,
+        kv_capacity_tokens=kv_tokens(boot),
+    )
     return Room(
-        jobs=wanted - open_jobs,
+        jobs=wanted,
         least_cohorts=max(0, 2 - active_cohorts),
         most_cohorts=BULK_SLOTS - active_cohorts,
     )

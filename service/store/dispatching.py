@@ -48,6 +48,15 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWork:
+    """What is out for a boot and has no result."""
+
+    jobs: int
+    new_tokens: int  # of prompts: what the cache is not predicted to serve
+    output_tokens: int  # predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
     """The first or last job of a cohort."""
 
@@ -98,21 +107,25 @@ def queue_loads(conn: sa.Connection) -> list[QueueLoad]:
     return [QueueLoad(**row._mapping) for row in rows]
 
 
-def open_jobs(conn: sa.Connection, boot_id: int) -> int:
+def open_work(conn: sa.Connection, boot_id: int) -> OpenWork:
     """Bulk jobs that are out for a boot and have no result: a few cohorts' worth of index probes."""
-    return int(
-        conn.execute(
-            sa.select(func.count())
-            .select_from(cohort)
-            .join(job, job.c.cohort_id == cohort.c.id)
-            .where(
-                cohort.c.instance_boot_id == boot_id,
-                cohort.c.state.in_(_ACTIVE),
-                cohort.c.priority < Priority.INTERACTIVE,
-                ~sa.exists().where(job_result.c.job_id == job.c.id),
-            )
-        ).scalar_one()
-    )
+    new_tokens = job.c.prompt_tokens - func.coalesce(job.c.predicted_cached_tokens, 0)
+    row = conn.execute(
+        sa.select(
+            func.count().label("jobs"),
+            func.coalesce(func.sum(new_tokens), 0).label("new_tokens"),
+            func.coalesce(func.sum(job.c.predicted_output_tokens), 0).label("output_tokens"),
+        )
+        .select_from(cohort)
+        .join(job, job.c.cohort_id == cohort.c.id)
+        .where(
+            cohort.c.instance_boot_id == boot_id,
+            cohort.c.state.in_(_ACTIVE),
+            cohort.c.priority < Priority.INTERACTIVE,
+            ~sa.exists().where(job_result.c.job_id == job.c.id),
+        )
+    ).one()
+    return OpenWork(jobs=int(row.jobs), new_tokens=int(row.new_tokens), output_tokens=int(row.output_tokens))
 
 
 def dispatch(
