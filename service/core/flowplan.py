@@ -27,11 +27,15 @@ from service.core.prefix import (
     shares_group,
     sort_order,
 )
+from service.core.recent import Recent
 from service.core.runs import Piece, Runs, most_shared, place_in
 
 _REPLAN_SHARE = 0.2  # of what waits: more than that came since the plan was made
 _TIGHT_SHARE = 0.05  # of what was planned is done, where deadlines are tight
 _PAUSE_SECONDS_PER_JOB = 2e-5  # between two plans: three times what planning takes, so most of the time is for feeding
+_GUIDED_SHARE = 0.5  # of an even share of what is left: the most that one cohort takes
+_KIN_SHARE = 0.5  # of a prompt: what shares less with anything is of no group, and waits at a tail for its own to come
+_JOIN_SLACK = 0.03  # of the mean load: an instance may be so much above it, since tails can be stolen
 _PACK_ABOVE = 4096  # slots: below that there is no memory to win
 
 
@@ -53,6 +57,7 @@ class FlowPlan:
         self._pending = Pending()
         self._runs = Runs(len(fleet.views))
         self._held: list[bytes | None] = [view.held_key for view in fleet.views]  # key taken last, by instance
+        self._recent = Recent(len(fleet.views))  # taken by each
         self._planned = 0  # jobs in runs
         self._came = 0  # jobs since the plan was made, in runs or not
         self._planned_then = 0
@@ -116,6 +121,7 @@ class FlowPlan:
             if target is None:
                 target = int(np.argmin(self._runs.seconds))
             self._runs.append(target, piece)
+        self._recent.change_fleet(origins)
         self._is_stale = True
 
     def take(self, instance: int) -> PlannedCohort | None:
@@ -129,13 +135,16 @@ class FlowPlan:
         seconds = plan.estimated_seconds(cached, backlog.prompt_tokens, backlog.output_tokens, view)
         prompts = backlog.prompt_tokens
         first = ~shares_group(shared, prompts, np.concatenate((prompts[:1], prompts[:-1])))
-        n = self._fitting(backlog.body_bytes)
+        n = self._fitting(seconds, backlog.body_bytes, view.max_num_seqs)
         if n < len(piece.slots):
             rest = Piece(piece.slots[n:], first_key=backlog.keys[n], seconds=float(seconds[n:].sum()))
             rest.begins_group = bool(first[n])
             self._runs.append_head(instance, rest)
         first[0] &= piece.begins_group
         self._held[instance] = backlog.keys[n - 1]
+        new_tokens = (prompts - cached + backlog.output_tokens).tolist()
+        for key, tokens in zip(backlog.keys[:n], new_tokens, strict=False):
+            self._recent.add(instance, key, tokens, view.kv_capacity_tokens)
         slots = piece.slots[:n]
         cohort = PlannedCohort(
             instance=instance,
@@ -154,10 +163,14 @@ class FlowPlan:
             self._runs.renumber(self._pending.pack())
         return cohort
 
-    def _fitting(self, body_bytes: IntArray) -> int:
-        """How many of the jobs, from the first, one cohort takes: late arrivals may have made the piece too large."""
+    def _fitting(self, seconds: cut.FloatArray, body_bytes: IntArray, max_num_seqs: int) -> int:
+        """How many of the jobs, from the first, one cohort takes: late arrivals may have made the piece too large, and
+        near the end pieces shrink with what is left (guided self-scheduling, Polychronopoulos and Kuck 1987), since
+        what was taken cannot be stolen."""
         n = int(np.searchsorted(np.cumsum(body_bytes), self._limits.cohort_bytes, side="right"))
-        return max(min(n, self._limits.cohort_jobs), 1)
+        even = (self.seconds + float(seconds.sum())) / len(self._fleet.views)
+        guided = int(np.searchsorted(np.cumsum(seconds), _GUIDED_SHARE * even, side="right"))
+        return max(min(n, self._limits.cohort_jobs, max(guided, max_num_seqs // 16)), 1)
 
     def is_due(self, now_seconds: float, servers: float) -> bool:
         """A new plan should be made before more is taken."""
@@ -200,7 +213,8 @@ class FlowPlan:
                 )
                 for lane in lanes
             ]
-            for cohort in plan.plan(self._pending.backlog(phase), views, self._limits):
+            backlog = self._pending.backlog(phase)
+            for cohort in plan.plan(backlog, views, self._limits, long_answers_first=len(self._fleet.views) > 1):
                 piece = Piece(cohort.job_ids.tolist(), first_key=cohort.first_key, seconds=cohort.estimated_seconds)
                 piece.begins_group = bool(cohort.first_of_group[0])
                 self._runs.append(lanes[cohort.instance], piece)
@@ -286,8 +300,9 @@ class FlowPlan:
         )
 
     def _join(self, slot: int, now_seconds: float, servers: float) -> None:
-        """A late arrival joins the run that shares most with it, at its place in key order, unless that instance has
-        more work above the mean than sharing saves. One that is due before all is done goes to the head."""
+        """A late arrival joins the run that shares most with it, at its place in key order, or goes to the head where
+        an instance has just run what it shares; unless that instance has more work above the mean than sharing saves.
+        One without kin goes to a tail; one that is due before all is done to the head."""
         keys, prompt = self._pending.keys, self._pending.prompt_tokens(slot)
         key = keys[slot]
         loads = [run + out for run, out in zip(self._runs.seconds, self._fleet.out_seconds, strict=True)]
@@ -301,9 +316,12 @@ class FlowPlan:
             tokens = shared_tokens(held, key) if held is not None else 0
             if tokens > best:
                 best, target, piece = tokens, number, None
+        tokens, number = self._recent.longest_match(key)
+        if tokens > best:
+            best, target, piece = tokens, number, None
         deadline = float(self._pending.deadlines([slot])[0])
         is_urgent = now_seconds < deadline < now_seconds + self.seconds / servers
-        if target < 0 or self._is_overloaded(target, best, loads):
+        if target < 0 or best < _KIN_SHARE * prompt or self._is_overloaded(target, best, loads):
             best, target, piece = 0, int(np.argmin(loads)), None
         view = self._fleet.views[target]
         cached = cacheable_tokens(best, prompt, view.block_size)
@@ -318,7 +336,7 @@ class FlowPlan:
 
     def _is_overloaded(self, number: int, shared: int, loads: Sequence[float]) -> bool:
         saved_seconds = shared / self._fleet.views[number].rates.prefill_tokens_per_second
-        return loads[number] > sum(loads) / len(loads) + saved_seconds
+        return loads[number] > (1 + _JOIN_SLACK) * sum(loads) / len(loads) + saved_seconds
 
     def _job_seconds(self, slot: int, cached_tokens: int, view: InstanceView) -> float:
         cached = np.array([cached_tokens], dtype=np.int64)

@@ -15,6 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import cut
+from service.core.longest import long_first
+from service.core.planrecords import (
+    DEFAULT_LIMITS,
+    Backlog,
+    InstanceView,
+    Limits,
+    PlanError,
+    PlannedCohort,
+    Rates,
+)
 from service.core.prefix import (
     IntArray,
     cacheable_tokens,
@@ -25,79 +35,20 @@ from service.core.prefix import (
     sort_order,
 )
 
-
-class PlanError(ValueError):
-    """The plan cannot be made, or is not one: the message names the jobs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """The cost model: a job takes uncached / prefill + output / decode seconds of its engine's time.
-
-    Both are the engine's as a whole while it is busy, not one sequence's: decode is the sum over the running
-    sequences, so that costs of jobs that run side by side add up to the time that all of them take.
-    """
-
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
-
-    def __post_init__(self) -> None:
-        if not (self.prefill_tokens_per_second > 0 and self.decode_tokens_per_second > 0):
-            raise PlanError(f"Rates must be above 0: {self}.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backlog:
-    """Jobs of one model and priority class, in any order. All arrays are [n]; tokens and bytes are int64."""
-
-    job_ids: IntArray
-    keys: Sequence[bytes]
-    prompt_tokens: IntArray
-    output_tokens: IntArray  # predicted
-    body_bytes: IntArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceView:
-    """What the planner knows of one instance."""
-
-    queue: str
-    block_size: int
-    kv_capacity_tokens: int
-    max_num_seqs: int
-    rates: Rates
-    held_key: bytes | None = None  # of the last job planned on it: what its cache will end on
-    load_seconds: float = 0.0  # of work planned on it already, running or not
-    boot_id: int = 0  # another one under the same queue is a cache that starts empty
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds of a cohort, and the two thresholds of the plan."""
-
-    cohort_share: int = 30  # at least so many cohorts in an instance's run, so that what is left can be stolen
-    cohort_seconds: float = 15.0  # estimated
-    cohort_jobs: int = 512
-    cohort_bytes: int = 8 * 1024 * 1024  # of bodies: what a worker holds
-    slide_share: float = 0.03  # of the makespan that a cut may cost to fall where less is shared
-    scatter_work_share: float = 0.06  # dealing out may compute again so much of all work ...
-    scatter_hit_share: float = 0.02  # ... and so much of the tokens that the cache would have served
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedCohort:
-    """Jobs for one instance, in execution order. Arrays are [jobs of the cohort]."""
-
-    instance: int  # index into the instances given
-    job_ids: IntArray
-    predicted_cached_tokens: IntArray  # after the job before it in the instance's run
-    first_of_group: NDArray[np.bool_]  # shares less than half with the job before it, here or in key order
-    estimated_seconds: float
-    body_bytes: int
-    prompt_tokens: int
-    first_key: bytes
-    last_key: bytes
-    priority: int = 1  # class; `classes.PriorityClasses` says otherwise
+__all__ = [
+    "DEFAULT_LIMITS",
+    "Backlog",
+    "InstanceView",
+    "Limits",
+    "PlanError",
+    "PlannedCohort",
+    "Rates",
+    "check_plan",
+    "estimated_seconds",
+    "follow",
+    "plan",
+    "predict_cached_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +64,18 @@ class _Sorted:
     shared: IntArray  # tokens, with the job before
 
 
-DEFAULT_LIMITS = Limits()
-
-
-def plan(backlog: Backlog, instances: Sequence[InstanceView], limits: Limits = DEFAULT_LIMITS) -> list[PlannedCohort]:
+def plan(
+    backlog: Backlog,
+    instances: Sequence[InstanceView],
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    long_answers_first: bool = False,
+) -> list[PlannedCohort]:
     """Every job in one cohort; cohorts in execution order, instance by instance.
 
-    A job longer than every instance's cache is planned too, for the engine to refuse. Raises PlanError when there are
-    jobs and no instance.
+    With `long_answers_first` jobs that would outlast their instance's run go to its front, which ends sooner and may
+    compute a little more than the cuts between runs cost. A job longer than every instance's cache is planned too, for
+    the engine to refuse. Raises PlanError when there are jobs and no instance.
     """
     if not len(backlog.job_ids):
         return []
@@ -135,7 +90,8 @@ def plan(backlog: Backlog, instances: Sequence[InstanceView], limits: Limits = D
     cohorts: list[PlannedCohort] = []
     for number, (run, view) in enumerate(zip(runs, instances, strict=True)):
         entry, _ = _entry(run, jobs, view)
-        cohorts += _cohorts(number, np.roll(run, -entry), jobs, view, limits)
+        run = np.roll(run, -entry)
+        cohorts += _cohorts(number, _long_first(run, jobs, view) if long_answers_first else run, jobs, view, limits)
     return cohorts
 
 
@@ -183,7 +139,10 @@ def predict_cached_tokens(keys: Sequence[bytes], prompt_tokens: IntArray, view: 
 
 
 def estimated_seconds(
-    cached: IntArray, prompt_tokens: IntArray, output_tokens: IntArray, view: InstanceView
+    cached: IntArray,
+    prompt_tokens: IntArray,
+    output_tokens: IntArray,
+    view: InstanceView,
 ) -> cut.FloatArray:
     """Cost of each job; nothing for one that the engine will refuse."""
     prefill = (prompt_tokens - cached) / view.rates.prefill_tokens_per_second
@@ -211,7 +170,10 @@ def _costs(jobs: _Sorted, instances: Sequence[InstanceView]) -> list[cut.RunCost
 
 
 def _scattered(
-    jobs: _Sorted, instances: Sequence[InstanceView], costs: Sequence[cut.RunCosts], limits: Limits
+    jobs: _Sorted,
+    instances: Sequence[InstanceView],
+    costs: Sequence[cut.RunCosts],
+    limits: Limits,
 ) -> list[IntArray] | None:
     """Step 4: small pieces dealt out for balance, where that re-computes little; None where order matters more."""
     if len(instances) == 1:
@@ -235,7 +197,10 @@ def _scattered(
 
 
 def _contiguous(
-    jobs: _Sorted, instances: Sequence[InstanceView], costs: Sequence[cut.RunCosts], limits: Limits
+    jobs: _Sorted,
+    instances: Sequence[InstanceView],
+    costs: Sequence[cut.RunCosts],
+    limits: Limits,
 ) -> list[IntArray]:
     """Step 3: one run per instance, cut where little is shared. Instances go in the order of what they hold."""
     order = sorted(range(len(instances)), key=lambda number: _held_place(jobs, instances[number]))
@@ -319,25 +284,60 @@ def _entry(run: IntArray, jobs: _Sorted, view: InstanceView) -> tuple[int, int]:
     return (entry, gain) if gain > 0 else (0, 0)
 
 
-def _cohorts(number: int, run: IntArray, jobs: _Sorted, view: InstanceView, limits: Limits) -> list[PlannedCohort]:
-    """Step 5: the run (positions in execution order) in cohorts, cut where little is shared."""
-    if not run.size:
-        return []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Executed:
+    """A run in the order in which an instance would execute it. Arrays are [jobs of the run]."""
+
+    shared: IntArray  # with the job before
+    predicted: IntArray
+    seconds: cut.FloatArray
+    first: NDArray[np.bool_]  # shares less than half with the job before
+
+
+def _executed(run: IntArray, jobs: _Sorted, view: InstanceView) -> _Executed:
     shared = jobs.shared[run]
     jumps = np.flatnonzero(np.diff(run, prepend=run[0]) != 1)
     for index in jumps.tolist():  # the first, and wherever the run does not go on with the next position
         before = view.held_key if index == 0 else jobs.keys[run[index - 1]]
         shared[index] = 0 if before is None else shared_tokens(before, jobs.keys[run[index]])
-    prompt_tokens, body_bytes = jobs.prompt_tokens[run], jobs.body_bytes[run]
+    prompt_tokens = jobs.prompt_tokens[run]
     predicted = _predict(shared, prompt_tokens, view)
-    seconds = estimated_seconds(predicted, prompt_tokens, jobs.output_tokens[run], view)
+    return _Executed(
+        shared=shared,
+        predicted=predicted,
+        seconds=estimated_seconds(predicted, prompt_tokens, jobs.output_tokens[run], view),
+        first=~shares_group(shared, prompt_tokens, np.concatenate((prompt_tokens[:1], prompt_tokens[:-1]))),
+    )
+
+
+def _long_first(run: IntArray, jobs: _Sorted, view: InstanceView) -> IntArray:
+    """Step 6 too: what would outlast the run goes to its front."""
+    if not run.size:
+        return run
+    made = _executed(run, jobs, view)
+    order = long_first(
+        seconds=made.seconds,
+        output_tokens=jobs.output_tokens[run],
+        new_tokens=jobs.prompt_tokens[run] - made.predicted,
+        first_of_group=made.first,
+        max_num_seqs=view.max_num_seqs,
+        kv_capacity_tokens=view.kv_capacity_tokens,
+    )
+    return run[order]
+
+
+def _cohorts(number: int, run: IntArray, jobs: _Sorted, view: InstanceView, limits: Limits) -> list[PlannedCohort]:
+    """Step 5: the run (positions in execution order) in cohorts, cut where little is shared."""
+    if not run.size:
+        return []
+    made = _executed(run, jobs, view)
+    prompt_tokens, body_bytes = jobs.prompt_tokens[run], jobs.body_bytes[run]
     # By the neighbour in key order too, wherever that runs: a group that was parted has one first job, not two.
-    first = ~shares_group(shared, prompt_tokens, np.concatenate((prompt_tokens[:1], prompt_tokens[:-1])))
-    first &= ~shares_group(jobs.shared[run], prompt_tokens, jobs.prompt_tokens[run - 1])
-    cumulative = np.concatenate(([0.0], np.cumsum(seconds)))
+    first = made.first & ~shares_group(jobs.shared[run], prompt_tokens, jobs.prompt_tokens[run - 1])
+    cumulative = np.concatenate(([0.0], np.cumsum(made.seconds)))
     ends = cut.chop(
         cumulative,
-        shared,
+        made.shared,
         seconds=min(limits.cohort_seconds, float(cumulative[-1]) / limits.cohort_share),
         min_jobs=max(1, -(-view.max_num_seqs // 4)),
         max_jobs=limits.cohort_jobs,
@@ -348,7 +348,7 @@ def _cohorts(number: int, run: IntArray, jobs: _Sorted, view: InstanceView, limi
         PlannedCohort(
             instance=number,
             job_ids=jobs.job_ids[run[start:end]],
-            predicted_cached_tokens=predicted[start:end],
+            predicted_cached_tokens=made.predicted[start:end],
             first_of_group=first[start:end],
             estimated_seconds=float(cumulative[end] - cumulative[start]),
             body_bytes=int(body_bytes[start:end].sum()),
@@ -367,6 +367,10 @@ def check_plan(backlog: Backlog, cohorts: Sequence[PlannedCohort]) -> None:
     repeated = np.unique(planned[1:][planned[1:] == planned[:-1]])
     missing = np.setdiff1d(backlog.job_ids, planned)
     foreign = np.setdiff1d(planned, backlog.job_ids)
-    for what, found in (("in two cohorts", repeated), ("in no cohort", missing), ("not of the backlog", foreign)):
+    for what, found in (
+        ("in two cohorts", repeated),
+        ("in no cohort", missing),
+        ("not of the backlog", foreign),
+    ):
         if found.size:
             raise PlanError(f"{found.size} jobs are {what}: {found[:5].tolist()}.")

@@ -15,6 +15,8 @@ import numpy as np
 
 from service.core.prefix import IntArray, shared_tokens
 
+_LOOK_BACK = 16  # pieces
+
 
 class Piece:
     """Slots of jobs that run one after the other on one instance."""
@@ -72,10 +74,15 @@ class Runs:
         return self._leave(self._lanes[instance].pop())
 
     def neighbours(self, key: bytes) -> list[Piece]:
-        """The piece that begins at or before `key`, and the one that begins after it, as far as there are such."""
+        """The piece that begins after `key`, and those that begin at or before it, back to one that holds more than
+        one job: a late arrival alone, planned elsewhere, must not hide the piece that it fell out of."""
         place = bisect_right(self._index, (key, self._serials))
-        around = self._index[max(place - 1, 0) : place + 1]
-        return [self._by_serial[serial] for _, serial in around]
+        around = [self._by_serial[serial] for _, serial in self._index[place : place + 1]]
+        for _, serial in reversed(self._index[max(place - _LOOK_BACK, 0) : place]):
+            around.append(self._by_serial[serial])
+            if len(around[-1].slots) > 1:
+                break
+        return around
 
     def insert(self, piece: Piece, place: int, slot: int, key: bytes, seconds: float) -> None:
         """A job joins a piece at index `place` of it."""
