@@ -95,7 +95,8 @@ class PriorityFigures:
     seed: int
     high_jobs: int
     normal_jobs: int
-    lower_cohorts_ahead: int  # taken after the HIGH batch came, while some of it waited
+    next_high_instances: int  # whose next cohort was of that batch
+    lower_cohorts_ahead: int  # taken while some of it waited, for an instance that would end it sooner
     worst_wait_seconds: float  # from its arrival to the next cohort of an instance, the longest
     p95_seconds: float  # of its finishes, from its arrival
     alone_p95_seconds: float
@@ -312,12 +313,13 @@ def priorities(options: argparse.Namespace) -> Iterator[PriorityFigures]:
             classes = np.where(is_high, int(Priority.HIGH), int(Priority.NORMAL))
             policy = Watched(PriorityClasses(StandingPlan))
             found = replay_fleet(replace(jobs, priorities=classes), policy, shapes)
-            lower_ahead, worst_wait = after_arrival(policy.taken, at, n)
+            next_high, lower_ahead, worst_wait = after_arrival(policy.taken, at)
             yield PriorityFigures(
                 instances=n,
                 seed=seed,
                 high_jobs=n_high,
                 normal_jobs=n_normal,
+                next_high_instances=next_high,
                 lower_cohorts_ahead=lower_ahead,
                 worst_wait_seconds=worst_wait,
                 p95_seconds=p95(found.finish_seconds[is_high] - at),
@@ -330,14 +332,17 @@ def priorities(options: argparse.Namespace) -> Iterator[PriorityFigures]:
             )
 
 
-def after_arrival(taken: Sequence[tuple[float, PlannedCohort]], at_seconds: float, n: int) -> tuple[int, float]:
-    """Cohorts of a lower class that were taken while HIGH jobs waited, and the longest that an instance took from
-    their arrival to its next cohort."""
+def after_arrival(taken: Sequence[tuple[float, PlannedCohort]], at_seconds: float) -> tuple[int, int, float]:
+    """How many instances' next cohort was of the HIGH jobs that came at `at_seconds`; how many cohorts of a lower class
+    were taken while some of these waited; and the longest that an instance took to its next cohort."""
     since = [(at, cohort) for at, cohort in taken if at >= at_seconds]
     last_high = max(place for place, (_, cohort) in enumerate(since) if cohort.priority == Priority.HIGH)
     lower = sum(cohort.priority != Priority.HIGH for _, cohort in since[:last_high])
-    next_at = {number: [at for at, cohort in since if cohort.instance == number] for number in range(n)}
-    return lower, max(min(found, default=at_seconds) - at_seconds for found in next_at.values())
+    following: dict[int, tuple[float, PlannedCohort]] = {}
+    for at, cohort in since:
+        following.setdefault(cohort.instance, (at, cohort))
+    next_high = sum(cohort.priority == Priority.HIGH for _, cohort in following.values())
+    return next_high, lower, max(at for at, _ in following.values()) - at_seconds
 
 
 def as_table(title: str, rows: Sequence[Any]) -> Table:

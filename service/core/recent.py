@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from service.core.prefix import shared_tokens
 
+_MOST_KEYS = 4096  # of an instance: 2 MB at 100 rungs, however small the jobs
+
 
 class Recent:
     """Keys in order of taking per instance, bounded by its cache, and all of them in key order."""
@@ -29,7 +31,7 @@ class Recent:
         insort(self._sorted, (key, self._serials, instance))
         self._taken[instance].append((key, self._serials, new_tokens))
         self._tokens[instance] += new_tokens
-        while self._tokens[instance] > kv_capacity_tokens:
+        while self._tokens[instance] > kv_capacity_tokens or len(self._taken[instance]) > _MOST_KEYS:
             self._forget_oldest(instance)
 
     def longest_match(self, key: bytes) -> tuple[int, int]:

@@ -27,9 +27,18 @@ def check_runs(runs: Runs, lanes: list[list[list[int]]], keys: dict[int, bytes])
         assert all(piece.first_key == keys[piece.slots[0]] for piece in pieces)
     firsts = sorted(piece.first_key for piece in runs)
     for key in (b"", key_of([1]), key_of([2, 2]), b"\xff" * 8, *firsts):
-        found = [piece.first_key for piece in runs.neighbours(key)]
-        before, after = [one for one in firsts if one <= key], [one for one in firsts if one > key]
-        assert found == [*before[-1:], *after[:1]]
+        check_neighbours(
+            runs.neighbours(key), [one for one in firsts if one <= key], [one for one in firsts if one > key]
+        )
+
+
+def check_neighbours(found: list[Piece], before: list[bytes], after: list[bytes]) -> None:
+    """The one after, then those before, the nearest first, as far as the first that holds several jobs."""
+    assert [piece.first_key for piece in found[: len(after[:1])]] == after[:1]
+    back = found[len(after[:1]) :]
+    assert [piece.first_key for piece in back] == before[::-1][: len(back)]
+    assert bool(back) == bool(before)
+    assert all(len(piece.slots) == 1 for piece in back[:-1])
 
 
 class Story:
@@ -111,10 +120,18 @@ def test_pieces_of_one_first_key_are_told_apart() -> None:
     for slot in range(3):
         runs.append(slot % 2, Piece([slot], first_key=key, seconds=1.0))
     assert list(runs.pop_tail(0).slots) == [2]
-    left = runs.neighbours(key)
-    assert [list(piece.slots) for piece in left] == [[1]]
-    assert runs.pop_head(1) is left[0]
+    nearest = runs.neighbours(key)[0]
+    assert list(nearest.slots) == [1]
+    assert runs.pop_head(1) is nearest
     assert [list(piece.slots) for piece in runs.neighbours(key)] == [[0]]
+
+
+def test_jobs_that_are_alone_do_not_hide_the_piece_before_them() -> None:
+    runs = Runs(1)
+    runs.append(0, Piece([0, 1], first_key=key_of([1]), seconds=1.0))
+    for slot in (2, 3):
+        runs.append(0, Piece([slot], first_key=key_of([1, slot]), seconds=1.0))
+    assert [list(piece.slots) for piece in runs.neighbours(key_of([1, 9]))] == [[3], [2], [0, 1]]
 
 
 def test_what_a_job_shares_is_with_the_better_neighbour() -> None:
