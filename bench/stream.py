@@ -1,7 +1,7 @@
 """Jobs that arrive one by one, without a backlog: the ledger's rule against online routers, on simulated engines.
 
-`python -m bench.stream [--seeds 101-108] [--jobs-each N] [--trace FILE] [--cells WORD] [--json]` replays conversations of
-several kinds on fleets of several sizes, once for each seed, and the difference between the ledger and `affinity` is
+`python -m bench.stream [--seeds 101-108] [--jobs-each N] [--trace FILE] [--cells WORD] [--json]` replays conversations
+of several kinds on fleets of several sizes, once for each seed, and the difference between the ledger and `affinity` is
 taken seed by seed: +- is its standard error. With --trace, pieces of a trace take the place of the seeds, by their
 timestamps. The rule's constants were chosen on seeds 1 to 8; judge it on others. Everything is simulated. The last
 line with --json is one object.
@@ -42,8 +42,8 @@ TALKS = {
 }
 COMPARED = ("hit_rate", "imbalance", "latency_seconds", "latency_seconds_p95")  # of Figures
 _BLOCK_TOKENS = 32
-_TRACE_SCALES = (0.7, 1.0, 1.5)  # of the time that the trace took
-_PIECE_JOBS = 1500  # of a trace
+_TRACE_SCALES = (0.7, 1.0)  # of the time that the trace took
+_PIECES, _PIECE_JOBS = 8, 750  # of a trace, spread evenly over it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +137,23 @@ def shortfalls(difference: dict[str, tuple[float, float]]) -> list[str]:
     return [name for name, (mean, error) in difference.items() if signs[name] * mean > 2 * error]
 
 
-def pieces_of(trace: Trace, scale: float, piece_jobs: int = _PIECE_JOBS) -> Iterator[FleetJobs]:
-    """The trace in pieces, each of which begins at 0, by its timestamps at `scale` of the time that it took."""
-    n = len(trace.jobs.keys)
-    for start in range(0, n - piece_jobs + 1, piece_jobs):
-        part = slice(start, start + piece_jobs)
-        seconds = trace.timestamp_seconds[part]
-        yield single_jobs(
-            (seconds - seconds[0]) * scale,
-            list(trace.jobs.keys[part]),
-            trace.jobs.prompt_tokens[part],
-            trace.jobs.output_tokens[part],
-        )
+def pieces_of(trace: Trace, scale: float, n_pieces: int = _PIECES, piece_jobs: int = _PIECE_JOBS) -> list[FleetJobs]:
+    """Pieces of the trace, spread evenly over it, by their timestamps at `scale` of the time that they took.
+
+    Each begins at 0 with caches that are empty, as if it were a trace of its own. They may overlap in a short trace.
+    """
+    starts = np.linspace(0, max(len(trace.jobs.keys) - piece_jobs, 0), n_pieces, dtype=np.int64).tolist()
+    return [_piece(trace, slice(start, start + piece_jobs), scale) for start in starts]
+
+
+def _piece(trace: Trace, part: slice, scale: float) -> FleetJobs:
+    seconds = trace.timestamp_seconds[part]
+    return single_jobs(
+        (seconds - seconds[0]) * scale,
+        list(trace.jobs.keys[part]),
+        trace.jobs.prompt_tokens[part],
+        trace.jobs.output_tokens[part],
+    )
 
 
 def row_of(cell: Cell, streams: Sequence[FleetJobs], shape: EngineShape) -> dict[str, Any]:
@@ -177,29 +182,38 @@ def row_of(cell: Cell, streams: Sequence[FleetJobs], shape: EngineShape) -> dict
 
 def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for every cell that was asked for."""
-    for cell in CELLS:
-        if options.cells in cell.stream and not options.trace:
-            shape = EngineShape(block_size=_BLOCK_TOKENS, kv_capacity_tokens=cell.kv_tokens)
-            streams = [
-                conversations_at_load(
-                    TALKS[cell.stream],
-                    shape,
-                    instances=cell.instances,
-                    load=cell.load,
-                    n_jobs=options.jobs_each * cell.instances,
-                    seed=seed,
-                )
-                for seed in options.seeds
-            ]
-            yield row_of(cell, streams, shape)
     if options.trace:
-        with options.trace.open("rb") as lines:
-            trace = read_trace(lines)
-        for scale in _TRACE_SCALES:
-            for kv_tokens in (300_000, 1_000_000):
-                cell = Cell(stream="trace", instances=8, kv_tokens=kv_tokens, load=scale)
-                shape = EngineShape(block_size=TRACE_BLOCK_TOKENS, kv_capacity_tokens=kv_tokens)
-                yield row_of(cell, list(pieces_of(trace, scale)), shape)
+        yield from trace_rows(options.trace)
+        return
+    for cell in CELLS:
+        if options.cells in cell.stream:
+            shape = EngineShape(block_size=_BLOCK_TOKENS, kv_capacity_tokens=cell.kv_tokens)
+            yield row_of(cell, [stream_of(cell, shape, options.jobs_each, seed) for seed in options.seeds], shape)
+
+
+def stream_of(cell: Cell, shape: EngineShape, jobs_each: int, seed: int) -> FleetJobs:
+    """One stream of a cell, `jobs_each` jobs long for each instance, or about so."""
+    return conversations_at_load(
+        TALKS[cell.stream],
+        shape,
+        instances=cell.instances,
+        load=cell.load,
+        n_jobs=jobs_each * cell.instances,
+        seed=seed,
+    )
+
+
+def trace_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """8 engines, two sizes of cache, at each time scale. Raises TraceError for a line that cannot be read."""
+    with path.open("rb") as lines:
+        trace = read_trace(lines)
+    if np.isnan(trace.timestamp_seconds).any():
+        raise SystemExit(f"{path} has lines without a timestamp.")
+    for scale in _TRACE_SCALES:
+        for kv_tokens in (300_000, 1_000_000):
+            cell = Cell(stream="trace", instances=8, kv_tokens=kv_tokens, load=scale)
+            shape = EngineShape(block_size=TRACE_BLOCK_TOKENS, kv_capacity_tokens=kv_tokens)
+            yield row_of(cell, pieces_of(trace, scale), shape)
 
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (

@@ -13,7 +13,9 @@ from service.core.plan import Backlog
 from service.core.prefix import IntArray, bound_tokens, rung_depths
 from service.core.scenario import EngineShape, FleetJobs, mean_context_tokens
 
-_SAMPLE_SEED = 0  # of the conversations that say what one of them costs
+_SAMPLE, _SAMPLE_SEED = 200, 0  # the conversations that say what one of them costs
+_READ_SECONDS = 0.03  # a token, of an answer; it is written meanwhile
+_LIVES = 2  # of a conversation, after which about as many end as begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def _turns(talk: Talk, system_tokens: int, random: Random) -> Iterator[tuple[flo
         if random.random() < 1 / talk.turns:
             return
         prompt += answer
-        seconds += 0.03 * answer + random.expovariate(1 / talk.think_seconds)
+        seconds += _READ_SECONDS * answer + random.expovariate(1 / talk.think_seconds)
 
 
 def _key(conversation: int, app: int, system_tokens: int, prompt_tokens: int) -> bytes:
@@ -108,11 +110,20 @@ def least_work_seconds(jobs: FleetJobs, shape: EngineShape) -> float:
 def conversations_at_load(
     talk: Talk, shape: EngineShape, *, instances: int, load: float, n_jobs: int, seed: int
 ) -> FleetJobs:
-    """About so many jobs, in conversations that begin as fast as keeps a fleet busy for the share `load` of its time.
+    """About so many jobs, of conversations that begin as fast as keeps a fleet busy for the share `load` of its time.
 
-    That is, a fleet that computes nothing twice; one that does is busier. Conversations are sampled for what one costs.
+    That is, a fleet that computes nothing twice; one that does is busier. The jobs are those of a stretch of time in
+    the middle, when as many conversations end as begin; some are under way when it starts, and cached nowhere.
+    Conversations are sampled for what one costs, and how long it lasts.
     """
-    number = max(round(n_jobs / talk.turns), 1)
-    sample = conversations(talk, number=number, per_second=1.0, seed=_SAMPLE_SEED)
-    per_second = load * instances * number / least_work_seconds(sample, shape)
-    return conversations(talk, number=number, per_second=per_second, seed=seed)
+    sample = conversations(talk, number=_SAMPLE, per_second=1.0, seed=_SAMPLE_SEED)
+    per_second = load * instances * _SAMPLE / least_work_seconds(sample, shape)
+    window_seconds = n_jobs / (talk.turns * per_second)
+    before_seconds = _LIVES * talk.turns * (_READ_SECONDS * talk.answer_tokens + talk.think_seconds)
+    number = round((before_seconds + window_seconds) * per_second)
+    stream = conversations(talk, number=number, per_second=per_second, seed=seed)
+    late = stream.arrival_seconds - before_seconds
+    chosen = stream.take(np.flatnonzero((late >= 0) & (late < window_seconds)))
+    return single_jobs(
+        chosen.arrival_seconds - before_seconds, list(chosen.jobs.keys), chosen.jobs.prompt_tokens, chosen.output_tokens
+    )

@@ -234,13 +234,14 @@ class FlowPlan:
         prompts = backlog.prompt_tokens[order]
         seconds = self._fleet_seconds(keys, prompts, backlog.output_tokens[order])
         start = now_seconds + sum(self._fleet.out_seconds) / len(self._fleet.views)
+        slack = min(self._limits.cohort_seconds, float(seconds.sum()) / servers / self._limits.cohort_share)
         parts = split_phases(
             seconds=seconds,
-            due=self._due(slots[order], seconds, start, servers),
+            due=self._due(slots[order], seconds, start, servers, slack),
             groups=prefix_groups(keys, prompts),
             now_seconds=start,
             servers=servers,
-            slack_seconds=min(self._limits.cohort_seconds, float(seconds.sum()) / servers / self._limits.cohort_share),
+            slack_seconds=slack,
         )
         return [slots[order[part]] for part in parts]
 
@@ -256,23 +257,30 @@ class FlowPlan:
             per_second += n * np.divide(1, seconds, out=np.zeros(len(keys)), where=seconds > 0)
         return np.divide(len(views), per_second, out=np.zeros(len(keys)), where=per_second > 0)
 
-    def _due(self, slots: IntArray, seconds: cut.FloatArray, start_seconds: float, servers: float) -> cut.FloatArray:
+    def _due(
+        self, slots: IntArray, seconds: cut.FloatArray, start_seconds: float, servers: float, slack_seconds: float
+    ) -> cut.FloatArray:
         """The deadlines to keep, inf for the others: of jobs planned for the first time, those that first come, first
-        served would meet. Arrays in key order."""
+        served would meet, or miss by so little that estimates cannot tell: given up, they would end last of all.
+        Arrays in key order."""
         due, deadlines = self._pending.due(slots), self._pending.deadlines(slots)
         fresh = np.isnan(due)
         if fresh.any():
             met = met_first_come(
-                seconds=seconds, deadlines=deadlines, arrivals=slots, now_seconds=start_seconds, servers=servers
+                seconds=seconds,
+                deadlines=deadlines + slack_seconds,
+                arrivals=slots,
+                now_seconds=start_seconds,
+                servers=servers,
             )
-            due[fresh] = np.where(met, deadlines, np.inf)[fresh]
+            due[fresh] = np.where(met & (deadlines > start_seconds), deadlines, np.inf)[fresh]
         due = keep_more(seconds=seconds, due=due, deadlines=deadlines, now_seconds=start_seconds, servers=servers)
         self._pending.set_due(slots, due)
         return due
 
     def _stolen(self, thief: int) -> Piece | None:
         """The tail of the run with most work left, or half of it, where that ends sooner than it would at home."""
-        loads = [self._load(number) for number in range(len(self._fleet.views))]
+        loads = [self._load(number, thief) for number in range(len(self._fleet.views))]
         wish = steal.steal_from(loads, thief)
         if wish is None:
             return None
@@ -290,14 +298,22 @@ class FlowPlan:
         self._runs.append(wish.victim, kept)
         return Piece(piece.slots[at:], first_key=backlog.keys[at], seconds=float(seconds[at:].sum()))
 
-    def _load(self, number: int) -> steal.InstanceLoad:
+    def _load(self, number: int, thief: int) -> steal.InstanceLoad:
         lane = self._runs.lane(number)
         return steal.InstanceLoad(
             seconds_left=self._runs.seconds[number] + self._fleet.out_seconds[number],
             stealable_cohorts=len(lane),
             tail_seconds=lane[-1].seconds if lane else 0.0,
             tail_jobs=len(lane[-1].slots) if lane else 0,
+            tail_cold_seconds=self._cold_seconds(lane[-1], thief) if lane and number != thief else 0.0,
         )
+
+    def _cold_seconds(self, piece: Piece, thief: int) -> float:
+        """What the thief computes anew of a piece: what its jobs share, less what the thief holds."""
+        keys, view = self._pending.keys, self._fleet.views[thief]
+        first, last, held = keys[piece.slots[0]], keys[piece.slots[-1]], self._held[thief]
+        lacking = shared_tokens(first, last) - (0 if held is None else shared_tokens(first, held))
+        return max(lacking, 0) / view.rates.prefill_tokens_per_second
 
     def _join(self, slot: int, now_seconds: float, servers: float) -> None:
         """A late arrival joins the run that shares most with it, at its place in key order, or goes to the head where

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from service.core.cut import FloatArray
 from service.core.prefix import IntArray
 
-_LATE_SHARE = 0.5  # of the usual stay in the engine, beyond the end of the run: less is not worth a move
+_LATE_SHARE = 1.0  # of the usual stay in the engine, beyond the end of the run: whoever is last stays so long
 _SMALL_SHARE = 1 / 30  # of the run: a group up to so much moves as a whole
 
 

@@ -67,6 +67,7 @@ class Limits:
     slide_share: float = 0.03  # of the makespan that a cut may cost to fall where less is shared
     scatter_work_share: float = 0.06  # dealing out may compute again so much of all work ...
     scatter_hit_share: float = 0.02  # ... and so much of the tokens that the cache would have served
+    turn_seconds: float = 2.0  # of work by which one tenant may be ahead of another, where they share an instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -32,7 +32,7 @@ class StandingPlan:
         self._fleet = Fleet()
         self._flows: dict[int, FlowPlan] = {}
         self._shares = Shares()
-        self._turns = Turns(self._shares, limits.cohort_seconds)
+        self._turns = Turns(self._shares, limits.turn_seconds)
         self._taken_seconds = 0.0  # estimated, since `_since`
         self._taken_cohorts = 0
         self._since = -math.inf
@@ -95,7 +95,7 @@ class StandingPlan:
         """Instances over which a flow is planned: all, but for one that is done long before the others are."""
         if _SMALL_SHARE * self.pending_jobs < self._flows[number].count:
             return range(len(self._fleet.views))
-        return self._turns.claim(number, instance)
+        return self._turns.claim(number, instance) or range(len(self._fleet.views))
 
     def _charge(self, number: int, cohort: PlannedCohort, now_seconds: float) -> None:
         if self._since == -math.inf:

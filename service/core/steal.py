@@ -19,6 +19,7 @@ class InstanceLoad:
     stealable_cohorts: int
     tail_seconds: float = 0.0  # of the last of them
     tail_jobs: int = 0
+    tail_cold_seconds: float = 0.0  # more than at home, where the thief's cache lacks what the tail shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def steal_from(loads: Sequence[InstanceLoad], thief: int) -> Steal | None:
         return None
     victim = max(victims, key=lambda number: (loads[number].seconds_left, -number))
     left, tail = loads[victim].seconds_left, loads[victim].tail_seconds
-    mine = loads[thief].seconds_left
+    mine = loads[thief].seconds_left + loads[victim].tail_cold_seconds
     if mine + tail <= left - tail:
         return Steal(victim=victim, halve=False)
     if loads[victim].tail_jobs > 1 and mine + tail / 2 < left:

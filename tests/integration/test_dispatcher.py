@@ -262,7 +262,7 @@ def test_tenants_take_turns(database: Database, dispatcher: Dispatcher) -> None:
     run_out(database, dispatcher, "instance.one")
     order = planned(database)["instance.one"]
     assert len(order) == 440
-    assert max(order.index(job_id) for job_id in small) < 100
+    assert max(order.index(job_id) for job_id in small) < 200  # two seconds of the other's work come first: 140 jobs
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "affinity", "shared_queue"])

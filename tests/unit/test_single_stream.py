@@ -8,7 +8,6 @@ chosen on (1 to 8). `bench.stream` shows more kinds of conversations and larger 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
 import pytest
 from traces import trace_folder
@@ -28,18 +27,14 @@ def compare_with_affinity(
     streams: Sequence[FleetJobs], shape: EngineShape, instances: int, router: Router | None = None
 ) -> list[str]:
     """The figures in which the ledger, or another router in its place, falls short of affinity."""
-    ours = [
-        replayed(Routed(router) if router else make_policy("ledger"), jobs, shape, instances) for jobs in streams
-    ]
+    ours = [replayed(Routed(router) if router else make_policy("ledger"), jobs, shape, instances) for jobs in streams]
     theirs = [replayed(make_policy("affinity"), jobs, shape, instances) for jobs in streams]
     return shortfalls(differences(ours, theirs))
 
 
 def streams_of(talk: str, shape: EngineShape, instances: int, load: float) -> list[FleetJobs]:
     return [
-        conversations_at_load(
-            TALKS[talk], shape, instances=instances, load=load, n_jobs=100 * instances, seed=seed
-        )
+        conversations_at_load(TALKS[talk], shape, instances=instances, load=load, n_jobs=100 * instances, seed=seed)
         for seed in _SEEDS
     ]
 
@@ -74,5 +69,5 @@ def test_one_hot_prefix_is_warmed_where_it_is_needed() -> None:
 def test_the_production_stream() -> None:
     """Pieces of the conversation trace by its timestamps, at 0.7 of the time it took: 8 engines are well busy."""
     with (trace_folder() / "conversation_trace.jsonl").open("rb") as lines:
-        pieces = list(islice(pieces_of(read_trace(lines), 0.7, piece_jobs=600), 2, 6))
+        pieces = pieces_of(read_trace(lines), 0.7, n_pieces=4, piece_jobs=500)
     assert compare_with_affinity(pieces, EngineShape(block_size=512, kv_capacity_tokens=1_000_000), 8) == []
