@@ -3,7 +3,7 @@
 `python -m bench.stream [--seeds 101-108] [--jobs-each N] [--trace FILE] [--cells WORD] [--json]` replays conversations
 of several kinds on fleets of several sizes, once for each seed, and the difference between the ledger and `affinity` is
 taken seed by seed: +- is its standard error. With --trace, pieces of a trace take the place of the seeds, by their
-timestamps. The rule's constants were chosen on seeds 1 to 8; judge it on others. Everything is simulated. The last
+timestamps. The rule's constants were chosen on seeds 1 to 8: judge it on others. Everything is simulated. The last
 line with --json is one object.
 """
 
@@ -39,6 +39,8 @@ TALKS = {
     "documents": Talk(apps=20, system_tokens=300, turns=3, message_tokens=3000, answer_tokens=300, think_seconds=8),
     # Nobody comes back; only the apps' instructions are shared.
     "questions": Talk(apps=30, system_tokens=3000, turns=1, message_tokens=150, answer_tokens=100),
+    # One application, and short questions.
+    "hot": Talk(apps=1, system_tokens=3000, turns=1, message_tokens=80, answer_tokens=60),
 }
 COMPARED = ("hit_rate", "imbalance", "latency_seconds", "latency_seconds_p95")  # of Figures
 _BLOCK_TOKENS = 32
@@ -71,6 +73,7 @@ CELLS = tuple(
         ("documents", 16, 1e6, 0.85),
         ("questions", 4, 1e5, 0.85),
         ("questions", 8, 3e5, 0.4),
+        ("hot", 4, 1e5, 0.7),
     )
 )
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from service.broker import BULK_SLOTS
 from service.core.prefix import neighbour_shared_tokens
 from service.core.steal import InstanceLoad, halve, steal_from
-from service.planner_input import FleetLoad, job_seconds, predict_first
+from service.planner_input import FleetLoad, job_seconds, kv_tokens, predict_first
 from service.store import backlog, dispatching, stealing
 from service.store.instances import Boot
 
@@ -43,13 +43,21 @@ def steal(conn: sa.Connection, boots: Sequence[Boot], thieves: set[int]) -> None
         if fleet.count(thief.queue, "ready_cohorts", interactive=False):
             continue
         peers = fleet.of_model(thief.model)
-        tails = [None if boot is thief else stealing.tail_of(conn, boot.queue, boot.model) for boot in peers]
+        tails = [None if boot is thief else _tail_for(conn, thief, boot) for boot in peers]
         wish = steal_from([_load(fleet, *pair) for pair in zip(peers, tails, strict=True)], peers.index(thief))
         tail = tails[wish.victim] if wish is not None else None
         if wish is None or tail is None:
             continue
         _move(conn, thief, tail, wish.halve)
         fleet = FleetLoad(boots=fleet.boots, loads=dispatching.queue_loads(conn))
+
+
+def _tail_for(conn: sa.Connection, thief: Boot, boot: Boot) -> stealing.Tail | None:
+    """What the thief could take of another boot: its cache must hold it, if the other's does."""
+    tail = stealing.tail_of(conn, boot.queue, boot.model)
+    if tail is None or kv_tokens(thief) >= kv_tokens(boot):
+        return tail
+    return tail if all(item.prompt_tokens + item.output_tokens <= kv_tokens(thief) for item in tail.jobs) else None
 
 
 def _load(fleet: FleetLoad, boot: Boot, tail: stealing.Tail | None) -> InstanceLoad:

@@ -119,7 +119,7 @@ class FlowPlan:
         for piece in old if origins else ():
             target = index.get(piece.instance)
             if target is None:
-                target = int(np.argmin(self._runs.seconds))
+                target = self._roomiest(self._needed_tokens(piece.slots), self._runs.seconds)
             self._runs.append(target, piece)
         self._recent.change_fleet(origins)
         self._is_stale = True
@@ -300,9 +300,11 @@ class FlowPlan:
 
     def _load(self, number: int, thief: int) -> steal.InstanceLoad:
         lane = self._runs.lane(number)
+        capacity, at_home = (self._fleet.views[n].kv_capacity_tokens for n in (thief, number))
+        fits = bool(lane) and (capacity >= at_home or self._needed_tokens(lane[-1].slots) <= capacity)
         return steal.InstanceLoad(
             seconds_left=self._runs.seconds[number] + self._fleet.out_seconds[number],
-            stealable_cohorts=len(lane),
+            stealable_cohorts=len(lane) if fits else 0,
             tail_seconds=lane[-1].seconds if lane else 0.0,
             tail_jobs=len(lane[-1].slots) if lane else 0,
             tail_cold_seconds=self._cold_seconds(lane[-1], thief) if lane and number != thief else 0.0,
@@ -337,8 +339,10 @@ class FlowPlan:
             best, target, piece = tokens, number, None
         deadline = float(self._pending.deadlines([slot])[0])
         is_urgent = now_seconds < deadline < now_seconds + self.seconds / servers
-        if target < 0 or best < _KIN_SHARE * prompt or self._is_overloaded(target, best, loads):
-            best, target, piece = 0, int(np.argmin(loads)), None
+        needed = self._needed_tokens([slot])
+        is_kin = target >= 0 and best >= _KIN_SHARE * prompt and needed <= self._fleet.views[target].kv_capacity_tokens
+        if not is_kin or self._is_overloaded(target, best, loads):
+            best, target, piece = 0, self._roomiest(needed, loads), None
         view = self._fleet.views[target]
         cached = cacheable_tokens(best, prompt, view.block_size)
         seconds = self._job_seconds(slot, cached, view)
@@ -349,6 +353,17 @@ class FlowPlan:
         alone = Piece([slot], first_key=key, seconds=seconds, begins_group=2 * best < prompt)
         add = self._runs.append_head if best or is_urgent else self._runs.append
         add(target, alone)
+
+    def _needed_tokens(self, slots: Sequence[int] | IntArray) -> int:
+        """What the largest of some jobs needs of a cache: its prompt and its answer."""
+        prompts, outputs = self._pending.column("prompt_tokens", slots), self._pending.column("output_tokens", slots)
+        return int((prompts + outputs).max())
+
+    def _roomiest(self, needed_tokens: int, loads: Sequence[float]) -> int:
+        """The instance with the least work among those whose cache is large enough, or else largest."""
+        capacities = [view.kv_capacity_tokens for view in self._fleet.views]
+        enough = min(needed_tokens, max(capacities))
+        return min((n for n, has in enumerate(capacities) if has >= enough), key=loads.__getitem__)
 
     def _is_overloaded(self, number: int, shared: int, loads: Sequence[float]) -> bool:
         saved_seconds = shared / self._fleet.views[number].rates.prefill_tokens_per_second

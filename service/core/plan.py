@@ -251,7 +251,7 @@ def _rehomed(runs: list[IntArray], jobs: _Sorted, instances: Sequence[InstanceVi
     homes = [number for number, capacity in enumerate(capacities) if capacity == largest]
     kept, moving = [], []
     for run, capacity in zip(runs, capacities, strict=True):
-        tokens = jobs.prompt_tokens[run]
+        tokens = jobs.prompt_tokens[run] + jobs.output_tokens[run]
         misfit = (tokens > capacity) & (tokens <= largest)
         kept.append(run[~misfit])
         moving.append(run[misfit])

@@ -34,13 +34,26 @@ def test_unless_the_work_ahead_there_costs_more() -> None:
     ledger = opened(10_000, 10_000)
     key = key_of([1] * 20)
     ledger.record(1, key, 650)
-    # The bound is 1.5 x the mean, half the load, and 1.5 x 0.65 s for the job on a cold boot: 3.9 s.
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=3.89)]).boot_id == 1
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=3.91)]).boot_id == 0
-    # With 2 s of decoding it is 15.9 s.
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=15.8)], 1000).boot_id == 1
-    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=16.0)], 1000).boot_id == 0
+    # The bound is 1.25 x the least load, 0, and 4 x 0.65 s for the job on a cold boot: 2.6 s.
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.59)]).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=2.61)]).boot_id == 0
+    # 3.85 s where the other is 1 s busy itself.
+    assert ledger.choose(key, 650, [boot(0, load_seconds=1.0), boot(1, load_seconds=3.84)]).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0, load_seconds=1.0), boot(1, load_seconds=3.86)]).boot_id == 0
+    # With 2 s of decoding the bound is 10.6 s.
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.5)], 1000).boot_id == 1
+    assert ledger.choose(key, 650, [boot(0), boot(1, load_seconds=10.7)], 1000).boot_id == 0
     assert ledger.choose(key, 650, []) is None
+
+
+def test_the_last_cold_boot_is_warmed_too() -> None:
+    """However many are warm: a share of the mean load would let seven warm boots of eight run ever further ahead."""
+    ledger = opened(*[10_000] * 8)
+    key = key_of([1] * 20)
+    for warm in range(7):
+        ledger.record(warm, key, 650)
+    assert ledger.choose(key, 650, [*(boot(warm, load_seconds=2.5) for warm in range(7)), boot(7)]).boot_id == 0
+    assert ledger.choose(key, 650, [*(boot(warm, load_seconds=2.7) for warm in range(7)), boot(7)]).boot_id == 7
 
 
 def test_within_that_bound_prefill_counts_twice_and_work_once() -> None:

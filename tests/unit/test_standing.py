@@ -208,3 +208,24 @@ def test_a_prompt_is_given_up_when_it_is_taken() -> None:
     held = plan._flows[0]._pending
     assert sum(map(len, held.keys)) <= plan.pending_jobs * 28
     assert len(held) < 5_000
+
+
+@pytest.mark.parametrize("capacities", [[500, 5_000, 20_000], [300, 400, 1_000]])
+def test_no_instance_gets_what_only_a_larger_cache_holds(capacities: list[int]) -> None:
+    plan = StandingPlan()
+    views = [
+        instance(queue=f"instance.{number}", boot_id=number + 1, kv_capacity_tokens=capacity)
+        for number, capacity in enumerate(capacities)
+    ]
+    plan.set_instances(views, 0.0)
+    paths = [[number % 7] * (number % 30) + [number] for number in range(400)]
+    made = backlog([(path, 5, 40, 100) for path in paths])
+    plan.add(arrivals(made), 0.0)
+    first = plan.next_cohort(0, 0.0)
+    plan.add(arrivals(backlog([(path, 5, 40, 100) for path in paths[:60]], first_id=900)), 0.0)
+    needed = {job_id: int(tokens) + 40 for job_id, tokens in zip(range(100, 500), made.prompt_tokens, strict=True)}
+    needed |= {900 + number: needed[100 + number] for number in range(60)}
+    cohorts = ([first] if first else []) + drained(plan, 3)
+    for cohort in cohorts:
+        capacity = capacities[cohort.instance]
+        assert all(needed[job_id] <= capacity or needed[job_id] > max(capacities) for job_id in cohort.job_ids.tolist())
