@@ -1,4 +1,4 @@
-"""First come, first served: what deadlines are compared with. One queue in order of arrival, from which instances pull."""
+"""First come, first served: what deadlines are compared with. One queue in order of arrival; instances pull."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _PARTS = 20  # pieces in which the backlog is made and added, so that no copy of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one run saw. Times are CPU seconds of the one thread there is: what an idle core takes, however busy this machine."""
+    """What one run saw. Times are CPU seconds of the one thread: what an idle core takes, however busy the machine."""
 
     jobs: int
     blocks_per_job: int  # of 32 tokens: one rung of the key each, as far as 4,096 tokens

@@ -59,7 +59,7 @@ class _Price:
     def cost(self, own_seconds: float) -> tuple[float, float]:
         """What `Ledger.choose` looks for the least of."""
         work_seconds = self.boot.load_seconds + own_seconds
-        return self.prefill_seconds**2 * work_seconds, self.boot.load_seconds
+        return self.prefill_seconds**3 * work_seconds, self.boot.load_seconds
 
 
 class _Node:
@@ -243,18 +243,20 @@ class Ledger:
     def choose(
         self, key: bytes, prompt_tokens: int, boots: Sequence[BootView], output_tokens: int = 0
     ) -> Choice | None:
-        """The boot with the least prefill squared x work; None for no boot. `output_tokens` are predicted.
+        """The boot with the least prefill cubed x work; None for no boot. `output_tokens` are predicted.
 
         Prefill: seconds for what its cache would not serve. Work: seconds of what is ahead there, and of the job itself
         where it is cheapest, so that idle boots can be told apart. Of equal products the one with least ahead, then
-        the first given. Boots that are too far above the least loaded, measured by the job's own time with nothing cached
-        there, are left out: a product alone would keep a prefix that all jobs share on one boot. Records nothing.
+        the first given. Boots that are too far above the least loaded, measured by the job's own time with nothing
+        cached there, are left out: a product alone would keep a prefix that all jobs share on one boot. The limit: of
+        jobs that share only a common beginning, on a fleet mostly idle, boots get unequal shares. Records nothing.
 
         After LMetric (Zhang et al., "Multiplication May Be All You Need for LLM Request Scheduling", 2026, arXiv
-        2603.15202), which multiplies tokens and requests; seconds let boots of different speed be compared. Squared,
-        since a conversation that moves computes its whole past again, and everybody on that boot waits. The sum of
-        prefill and work is the least wait for this job, but moves it for every small difference in load: over streams
-        of conversations, simulated, its hit rate was 5 to 17 points lower than the product's.
+        2603.15202), which multiplies tokens and requests; seconds let boots of different speed be compared. Cubed,
+        since a conversation that moves computes its whole past again, and everybody on that boot waits; squared, long
+        texts of one's own left a short common beginning too readily. The sum of prefill and work is the least wait for
+        this job, but moves it for every small difference in load: over streams of conversations, simulated, its hit
+        rate was 5 to 17 points lower than that of prefill squared x work.
         """
         cached = [self.predict(boot.boot_id, key, prompt_tokens, boot.block_size) for boot in boots]
         priced = [

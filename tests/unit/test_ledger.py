@@ -56,14 +56,17 @@ def test_the_last_cold_boot_is_warmed_too() -> None:
     assert ledger.choose(key, 650, [*(boot(warm, load_seconds=2.7) for warm in range(7)), boot(7)]).boot_id == 7
 
 
-def test_within_that_bound_prefill_counts_twice_and_work_once() -> None:
+def test_within_that_bound_prefill_counts_thrice_and_work_once() -> None:
     ledger = opened(10_000, 10_000)
     key = key_of([1] * 20)
     ledger.record(0, key[:40], 320)
     ledger.record(1, key, 640)
-    # 320 tokens of 1,120 at boot 0, 640 at boot 1: 0.8 s and 0.48 s of prefill, (0.8 / 0.48) ** 2 = 2.78.
-    assert ledger.choose(key, 1120, [boot(0, load_seconds=1.0), boot(1, load_seconds=3.6)]).boot_id == 1
-    assert ledger.choose(key, 1120, [boot(0, load_seconds=1.0), boot(1, load_seconds=3.7)]).boot_id == 0
+    # 320 tokens of 1,120 at boot 0, 640 at boot 1: 0.8 s and 0.48 s of prefill, (0.8 / 0.48) ** 3 = 4.63; own work is
+    # 0.48 s: as much work ahead at boot 1 as makes it (1.0 + 0.48) x 4.63 = 6.85 s.
+    assert ledger.choose(key, 1120, [boot(0, load_seconds=1.0), boot(1, load_seconds=5.7)]).boot_id == 1
+    near = [boot(0, load_seconds=0.4), boot(1, load_seconds=3.6)]  # (0.4 + 0.48) x 4.63 = 4.07 s
+    assert ledger.choose(key, 1120, near).boot_id == 0
+    assert ledger.choose(key, 1120, [boot(0, load_seconds=0.4), boot(1, load_seconds=3.5)]).boot_id == 1
 
 
 def test_a_faster_boot_needs_less_in_its_cache() -> None:
