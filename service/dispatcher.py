@@ -20,7 +20,7 @@ from service import reaper, rebalance
 from service.broker import CONTROL_QUEUE, Publisher, make_app
 from service.connections import find_connections
 from service.core.ledger import Ledger
-from service.core.plan import Limits
+from service.core.plan import Limits, PlanError
 from service.core.policies import make_policy
 from service.corrections import CorrectionFeed
 from service.errors import BrokerUnreachable
@@ -82,7 +82,11 @@ class Dispatcher:
         fleet = FleetLoad(boots=list(boots), loads=self._database.run(dispatching.queue_loads))
         thieves: set[int] = set()
         for model in models:
-            thieves |= self._feeding.feed(model, fleet, now)
+            try:
+                thieves |= self._feeding.feed(model, fleet, now)
+            except (PlanError, LookupError, ValueError, ArithmeticError):  # a fault of ours stops no other model
+                log.exception("model=%s cannot be planned; its backlog is read anew", model)
+                self._live.reset(model)
         if thieves:
             self._database.run(lambda conn: rebalance.steal(conn, boots, thieves))
 

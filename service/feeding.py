@@ -77,7 +77,7 @@ class Feeding:
         loads = [fleet.seconds(boot.queue) for boot in boots]
         views = [instance_view(boot, held.get(boot.queue), seconds) for boot, seconds in zip(boots, loads, strict=True)]
         policy.set_instances(views, now_seconds)
-        policy.set_loads(loads, [fleet.jobs(boot.queue) for boot in boots])
+        policy.set_loads(loads, [fleet.bulk_jobs(boot.queue) for boot in boots])
 
     def _write(self, model: str, boots: Sequence[Boot], taken: Sequence[PlannedCohort]) -> None:
         def write(conn: sa.Connection) -> None:

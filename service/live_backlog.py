@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import sqlalchemy as sa
@@ -18,14 +20,15 @@ from service.core.classes import PriorityClasses
 from service.core.policy import Arrivals, Policy
 from service.planner_input import backlog_arrays
 from service.store import backlog
-from service.store.backlog import OpenBatch, WaitingJob
+from service.store.backlog import OpenBatch, RetryPosition, WaitingJob
 from service.store.output_lengths import output_scale
 from service.store.session import Database
 
 _CHUNK_JOBS = 10_000  # read in one transaction
 _LEAST_LINES = 8_000  # that intake has taken in, before a batch is planned without the rest
 _PASS_JOBS = 50_000  # of a tenant and model, read in one pass: then instances are fed before more is read
-_RETRIES = 1_000  # read in one pass
+_RETRIES = 1_000  # read in one transaction
+_RETRY_OVERLAP = timedelta(seconds=30)  # longer than a session may be idle in a transaction
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class LiveBacklog:
         self._window_jobs = window_jobs
         self._policies: dict[str, PriorityClasses] = {}  # by model
         self._sources: dict[tuple[str, str], _Source] = {}  # by batch id and model
+        self._retried_to: dict[str, RetryPosition] = {}  # by model
         self._owners = 0
 
     def policy(self, model: str) -> PriorityClasses:
@@ -92,6 +96,13 @@ class LiveBacklog:
     def _forget(self, batch_id: str, model: str) -> None:
         """The next pass reads the batch from its beginning, if it is open then."""
         self.policy(model).drop(self._sources.pop((batch_id, model)).owner)
+        self._retried_to.pop(model, None)
+
+    def reset(self, model: str) -> None:
+        """Forget all of a model: planning it failed. The next pass reads it anew."""
+        self._policies.pop(model, None)
+        self._sources = {key: source for key, source in self._sources.items() if key[1] != model}
+        self._retried_to.pop(model, None)
 
     def _by_tenant(self, model: str, open_batches: Sequence[OpenBatch]) -> dict[tuple[int, int], list[_Source]]:
         """(tenant, class) -> sources of a model, the earliest deadline first, each told how far intake has come."""
@@ -101,6 +112,7 @@ class LiveBacklog:
             if key not in self._sources:
                 self._owners += 1
                 self._sources[key] = _Source(batch=of_batch, owner=self._owners)
+                self._retried_to.pop(model, None)  # it may have jobs whose time came while it was paused
             source = self._sources[key]
             if source.batch.intake_line != of_batch.intake_line:
                 source.is_read = False
@@ -136,12 +148,21 @@ class LiveBacklog:
         return len(jobs)
 
     def _read_retries(self, database: Database, model: str, now_seconds: float) -> None:
-        known = sum(len(source.retried) for (_, of_model), source in self._sources.items() if of_model == model)
-        for batch_id, found in database.run(lambda conn: backlog.jobs_to_retry(conn, model, _RETRIES + known)):
-            source = self._sources.get((batch_id, model))
-            if source is not None and found.job_id not in source.retried:
-                source.retried.add(found.job_id)
-                self._add(model, source, [found], now_seconds)
+        """Those whose time came since a little before the last look: what commits late is not missed."""
+        position = self._retried_to.get(model, RetryPosition())
+        latest, is_read = position.not_before, False
+        if position != RetryPosition():
+            position = RetryPosition(not_before=position.not_before - _RETRY_OVERLAP)
+        while not is_read:
+            found = database.run(partial(backlog.jobs_to_retry, model=model, after=position, limit=_RETRIES))
+            is_read = len(found) < _RETRIES
+            for item in found:
+                position, latest = item.position, max(latest, item.position.not_before)
+                source = self._sources.get((item.batch_id, model))
+                if source is not None and item.job.job_id not in source.retried:
+                    source.retried.add(item.job.job_id)
+                    self._add(model, source, [item.job], now_seconds)
+        self._retried_to[model] = RetryPosition(not_before=latest)
 
     def _add(
         self, model: str, source: _Source, jobs: Sequence[WaitingJob], now_seconds: float, scale: float = 1.0

@@ -189,6 +189,11 @@ class _BatchReader:
     def __init__(self, settings: Settings, name: str, model: str | None, block_size: int | None) -> None:
         self._name, self._max_lines = name, settings.max_lines
         self._block_size = block_size or BATCH_BLOCK_TOKENS
+        if not settings.models_path.exists():
+            raise InputRefused(
+                f"a batch file is tokenised with the model that its lines name, and there is no {settings.models_path}: "
+                "set MODELS to the file that says what is served, or run `make demo` once."
+            )
         self._models = load_models(settings.models_path)
         self._tokenizing = Tokenizing(self._models, default_output_tokens=settings.default_output_tokens)
         self._given = None if model is None else _given_model(self._models, model)

@@ -103,6 +103,7 @@ class FlowPlan:
                 kept.append(piece.instance, left)
                 self._planned += len(slots)
         self._runs = kept
+        self._runs.renumber(self._pending.pack())
 
     def change_fleet(self, origins: Sequence[int | None]) -> None:
         """The fleet was changed: for each instance now, its index before, None for a new one. Runs whose instance is

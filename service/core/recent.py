@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from service.core.prefix import shared_tokens
 
-_MOST_KEYS = 4096  # of an instance: 2 MB at 100 rungs, however small the jobs
+_MOST_KEYS = 1024  # of an instance: half a megabyte at 100 rungs, however small the jobs
 
 
 class Recent:
@@ -28,6 +28,7 @@ class Recent:
         """A job was taken that needs `new_tokens` of the cache beyond what it shares. The oldest keys that the cache
         then has no room for are forgotten."""
         self._serials += 1
+        key = bytes(bytearray(key))  # a copy: the backlog's lie side by side, and each would keep its page of them
         insort(self._sorted, (key, self._serials, instance))
         self._taken[instance].append((key, self._serials, new_tokens))
         self._tokens[instance] += new_tokens

@@ -75,6 +75,8 @@ class StandingPlan:
             flow.drop(owner)
             if not flow.count:
                 self._shares.retire(number)
+        if not self._shares.order():
+            self._since = -math.inf  # what follows is idle time, and no slowness
 
     def next_cohort(self, instance: int, now_seconds: float) -> PlannedCohort | None:
         owner = self._turns.owner(instance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,6 +13,8 @@ from sqlalchemy.dialects import postgresql as pg
 
 from service.core.model import BatchStatus, CohortState, Priority
 from service.store.tables import batch, cohort, cohort_event, job, job_result, tenant
+
+_LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,23 @@ class OpenBatch:
     seconds_left: float  # until its deadline
     intake_done: bool
     intake_line: int  # the last line that intake has taken in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPosition:
+    """A place among the jobs that wait to be tried again."""
+
+    not_before: datetime = _LONG_AGO
+    job_id: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """A job to be tried again."""
+
+    batch_id: str
+    job: WaitingJob
+    position: RetryPosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +114,23 @@ def jobs_after(conn: sa.Connection, batch_id: str, model: str, after_id: int, li
     return [_job(row) for row in rows]
 
 
-def jobs_to_retry(conn: sa.Connection, model: str, limit: int) -> list[tuple[str, WaitingJob]]:
-    """(batch id, job) of bulk jobs that came back from an engine and whose time to be tried again has come."""
+def jobs_to_retry(conn: sa.Connection, model: str, after: RetryPosition, limit: int) -> list[Retry]:
+    """Bulk jobs of open batches that came back from an engine and whose time to be tried again has come, in the order
+    of that time."""
+    place = sa.tuple_(job.c.not_before, job.c.id)
     rows = conn.execute(
-        sa.select(*_WAITING, job.c.batch_id)
-        .where(job.c.batch_id.is_not(None), job.c.not_before.is_not(None), *_UNPLANNED, job.c.model == model)
-        .order_by(job.c.not_before)
+        sa.select(*_WAITING, job.c.batch_id, job.c.not_before)
+        .join(batch, batch.c.id == job.c.batch_id)
+        .where(batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused)
+        .where(job.c.not_before.is_not(None), job.c.cohort_id.is_(None), job.c.not_before <= func.now(), ~_HAS_RESULT)
+        .where(job.c.model == model, place > sa.tuple_(sa.literal(after.not_before), sa.literal(after.job_id)))
+        .order_by(job.c.not_before, job.c.id)
         .limit(limit)
     )
-    return [(row.batch_id, _job(row)) for row in rows]
+    return [
+        Retry(batch_id=row.batch_id, job=_job(row), position=RetryPosition(not_before=row.not_before, job_id=row.id))
+        for row in rows
+    ]
 
 
 def jobs_by_batch(conn: sa.Connection, job_ids: Sequence[int]) -> list[tuple[str, int, int]]:

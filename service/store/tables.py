@@ -135,6 +135,8 @@ batch = Table(
     ),
 )
 
+_RETRYING = text("not_before is not null and cohort_id is null")
+
 job = Table(
     "job",
     metadata,
@@ -165,7 +167,8 @@ job = Table(
     _at("cancel_requested_at"),  # single jobs only
     Index("uq_job_public_id", "public_id", unique=True, postgresql_where=text("public_id is not null")),
     Index("ix_job_tenant_id_public_id", "tenant_id", "public_id", postgresql_where=text("public_id is not null")),
-    Index("ix_job_retrying", "batch_id", postgresql_where=text("not_before is not null and cohort_id is null")),
+    Index("ix_job_retrying", "batch_id", postgresql_where=_RETRYING),
+    Index("ix_job_retry_due", "not_before", "id", postgresql_where=_RETRYING),
     UniqueConstraint("batch_id", "line_no"),
     Index("ix_job_unplanned", "model", "id", postgresql_where=text("cohort_id is null")),
     Index(

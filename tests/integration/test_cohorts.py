@@ -192,10 +192,12 @@ def test_a_returned_job_leaves_the_cohort_and_waits(database: Database, world: W
         assert results.record(conn, claim, [finished(world.jobs[0])]) == 0
         results.record(conn, claim, [finished(job_id) for job_id in world.jobs[1:]])
         assert cohorts.finish(conn, claim)
-        assert backlog.jobs_to_retry(conn, MODEL, 10) == []
+        start = backlog.RetryPosition()
+        assert backlog.jobs_to_retry(conn, MODEL, start, 10) == []
         conn.execute(sa.update(job).values(not_before=sa.text("now()")))
-        ((batch_id, waiting),) = backlog.jobs_to_retry(conn, MODEL, 10)
-        assert (batch_id, waiting.job_id) == ("batch_1", world.jobs[0])
+        (found,) = backlog.jobs_to_retry(conn, MODEL, start, 10)
+        assert (found.batch_id, found.job.job_id) == ("batch_1", world.jobs[0])
+        assert backlog.jobs_to_retry(conn, MODEL, found.position, 10) == []
         assert backlog.jobs_after(conn, "batch_1", MODEL, 0, 10) == []
 
 

@@ -217,3 +217,29 @@ def test_memory_is_bounded_by_the_window_and_a_small_tenant_gets_in(database: Da
         reader.sync()
         assert reader.waiting <= 23
     assert sorted(taken) == sorted(jobs + small)
+
+
+def test_retries_of_a_paused_batch_hold_up_no_others_and_come_when_it_goes_on(database: Database) -> None:
+    paused = seed(database, 5)
+    with database.transaction() as conn:
+        tenant_id = add_tenant(conn, "second")
+        (other,) = add_jobs(conn, tenant_id, add_batch(conn, tenant_id, "batch_2"), [1])
+        conn.execute(sa.update(job).values(not_before=sa.text("now() - interval '1 hour'")))
+        conn.execute(sa.update(batch).where(batch.c.id == "batch_1").values(paused=True))
+    reader = Reader(database)
+    reader.sync()
+    assert reader.take_all() == [other]
+    with database.transaction() as conn:
+        conn.execute(sa.update(batch).values(paused=False))
+    reader.sync()
+    assert sorted(reader.take_all()) == paused
+
+
+def test_a_model_that_cannot_be_planned_is_read_anew(database: Database) -> None:
+    jobs, reader = seed(database, 5), Reader(database)
+    reader.sync()
+    reader.live.reset(MODEL)
+    assert reader.waiting == 0
+    reader.live.policy(MODEL).set_instances([VIEW], 0.0)
+    reader.sync()
+    assert sorted(reader.take_all()) == jobs

@@ -229,3 +229,14 @@ def test_no_instance_gets_what_only_a_larger_cache_holds(capacities: list[int]) 
     for cohort in cohorts:
         capacity = capacities[cohort.instance]
         assert all(needed[job_id] <= capacity or needed[job_id] > max(capacities) for job_id in cohort.job_ids.tolist())
+
+
+def test_idle_time_after_a_cancel_is_no_slowness() -> None:
+    plan = StandingPlan()
+    plan.set_instances(fleet(1), 0.0)
+    plan.add(arrivals(backlog([([1, number], 5, 400, 100) for number in range(100)]), owner=1), 0.0)
+    for _ in range(4):
+        plan.next_cohort(0, 0.0)
+    plan.set_loads([0.0], [0])
+    plan.drop(1)
+    assert plan._speed(36_000.0) == 1.0
