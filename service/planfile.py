@@ -191,8 +191,8 @@ class _BatchReader:
         self._block_size = block_size or BATCH_BLOCK_TOKENS
         if not settings.models_path.exists():
             raise InputRefused(
-                f"a batch file is tokenised with the model that its lines name, and there is no {settings.models_path}: "
-                "set MODELS to the file that says what is served, or run `make demo` once."
+                f"a batch file is tokenised with the model that its lines name, and there is no "
+                f"{settings.models_path}: set MODELS to the file that says what is served, or run `make demo` once."
             )
         self._models = load_models(settings.models_path)
         self._tokenizing = Tokenizing(self._models, default_output_tokens=settings.default_output_tokens)

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 
 from service.core.prefix import shared_tokens
 
+# Python keeps objects of up to 512 bytes side by side in pages that it frees as a whole: a few thousand keys would hold
+# on to the memory of the whole backlog's. What is put behind a key is no rung that it could share with another.
+_LEAST_KEY_BYTES = 512
+_FILLING = b"\xff"
 _MOST_KEYS = 1024  # of an instance: half a megabyte at 100 rungs, however small the jobs
 
 
@@ -28,7 +32,7 @@ class Recent:
         """A job was taken that needs `new_tokens` of the cache beyond what it shares. The oldest keys that the cache
         then has no room for are forgotten."""
         self._serials += 1
-        key = bytes(bytearray(key))  # a copy: the backlog's lie side by side, and each would keep its page of them
+        key = key.ljust(_LEAST_KEY_BYTES, _FILLING)
         insort(self._sorted, (key, self._serials, instance))
         self._taken[instance].append((key, self._serials, new_tokens))
         self._tokens[instance] += new_tokens
@@ -37,7 +41,7 @@ class Recent:
 
     def longest_match(self, key: bytes) -> tuple[int, int]:
         """Tokens that `key` shares with a job taken, the most there are, and the instance of that; (0, -1) for none."""
-        at = bisect_left(self._sorted, (key, 0, 0))
+        at = bisect_left(self._sorted, (key.ljust(_LEAST_KEY_BYTES, _FILLING), 0, 0))
         around = self._sorted[max(at - 1, 0) : at + 1]
         best = max(((shared_tokens(held, key), instance) for held, _, instance in around), default=(0, -1))
         return best if best[0] else (0, -1)

@@ -24,7 +24,7 @@ from service.core import prefix
 from service.core.plan import Limits
 from service.core.policies import POLICIES
 from service.core.scenario import EngineShape, jobs_at_once
-from service.errors import InputRefused, ModelMissing, SettingError
+from service.errors import InputRefused, ModelMissing
 from service.planfile import write_plan
 from trunkline.cli.app import build_app
 
@@ -323,7 +323,7 @@ def test_models_that_cannot_be_used_are_named(plan: Plan, folder: Path, monkeypa
     with pytest.raises(ModelMissing, match="broken holds no readable tokenizer"):
         plan(request(0))
     monkeypatch.setenv("MODELS", str(folder / "nowhere.toml"))
-    with pytest.raises(SettingError, match=r"nowhere\.toml cannot be read"):
+    with pytest.raises(InputRefused, match=r"there is no .*nowhere\.toml: set MODELS"):
         plan(request(0))
     assert plan(family_trace(), "--no-baselines")["jobs"] == 40  # a trace needs no model
 
