@@ -131,7 +131,7 @@ class FlowPlan:
         if piece is None:
             return None
         backlog = self._pending.backlog(np.array(piece.slots, dtype=np.int64))
-        view = dataclasses.replace(self._fleet.views[instance], held_key=self._held[instance])
+        view = dataclasses.replace(self._fleet.views[instance], held_key=self._before(instance, backlog.keys[0]))
         shared, cached = plan.follow(backlog.keys, backlog.prompt_tokens, view)
         seconds = plan.estimated_seconds(cached, backlog.prompt_tokens, backlog.output_tokens, view)
         prompts = backlog.prompt_tokens
@@ -163,6 +163,14 @@ class FlowPlan:
         if len(self._pending) > _PACK_ABOVE and 2 * self._pending.count < len(self._pending):
             self._runs.renumber(self._pending.pack())
         return cohort
+
+    def _before(self, instance: int, key: bytes) -> bytes | None:
+        """What an instance has run that a job with this key finds most of: taken last, or not long ago (before a steal,
+        or another tenant's turn)."""
+        held, recent = self._held[instance], self._recent.best_on(instance, key)
+        if held is None or recent is None:
+            return held or recent
+        return max(held, recent, key=lambda before: shared_tokens(before, key))
 
     def _fitting(self, seconds: cut.FloatArray, body_bytes: IntArray, max_num_seqs: int) -> int:
         """How many of the jobs, from the first, one cohort takes: late arrivals may have made the piece too large, and

@@ -16,6 +16,7 @@ from service.core.prefix import shared_tokens
 # on to the memory of the whole backlog's. What is put behind a key is no rung that it could share with another.
 _LEAST_KEY_BYTES = 512
 _FILLING = b"\xff"
+_LOOK_AROUND = 256  # keys on either side: other instances' may lie between
 _MOST_KEYS = 1024  # of an instance: half a megabyte at 100 rungs, however small the jobs
 
 
@@ -45,6 +46,14 @@ class Recent:
         around = self._sorted[max(at - 1, 0) : at + 1]
         best = max(((shared_tokens(held, key), instance) for held, _, instance in around), default=(0, -1))
         return best if best[0] else (0, -1)
+
+    def best_on(self, instance: int, key: bytes) -> bytes | None:
+        """The key that shares most with `key` of those taken for one instance; None where none is near in key order."""
+        at = bisect_left(self._sorted, (key.ljust(_LEAST_KEY_BYTES, _FILLING), 0, 0))
+        below = reversed(self._sorted[max(at - _LOOK_AROUND, 0) : at])
+        above = self._sorted[at : at + _LOOK_AROUND]
+        near = [next((held for held, _, owner in side if owner == instance), None) for side in (below, above)]
+        return max((held for held in near if held is not None), key=lambda held: shared_tokens(held, key), default=None)
 
     def change_fleet(self, origins: Sequence[int | None]) -> None:
         """For each instance now its index before, None for one whose cache is empty."""

@@ -240,3 +240,14 @@ def test_idle_time_after_a_cancel_is_no_slowness() -> None:
     plan.set_loads([0.0], [0])
     plan.drop(1)
     assert plan._speed(36_000.0) == 1.0
+
+
+def test_what_an_instance_ran_not_long_ago_is_still_found() -> None:
+    plan = StandingPlan()
+    plan.set_instances(fleet(1), 0.0)
+    for first_id, group in ((100, 1), (200, 2), (300, 1)):
+        made = backlog([([group] * 4 + [first_id + number], 5, 9, 100) for number in range(3)], first_id=first_id)
+        plan.add(arrivals(made), 0.0)
+        cohorts = drained(plan, 1)
+    assert cohorts[0].predicted_cached_tokens[0] == 4 * 32
+    assert not cohorts[0].first_of_group[0]
