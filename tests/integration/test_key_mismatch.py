@@ -186,7 +186,9 @@ def test_a_small_cache_evicts_and_raises_nothing(settings: Settings, database: D
         bench.next_heartbeats()
         assert bench.alarm() == (True, None)
         causes = bench.causes()
-        assert causes[MissCause.EVICTED] >= GROUPS * (LINES // 2 - 1)
+        # Of two jobs of a group that are at the engine at once, each may be told that the other had not got there yet.
+        assert causes[MissCause.EVICTED] >= GROUPS
+        assert causes[MissCause.EVICTED] + causes[MissCause.IN_FLIGHT] >= GROUPS * (LINES // 2 - 1)
         beside = {MissCause.IN_FLIGHT, MissCause.OTHER_INSTANCE, MissCause.FIRST_OF_GROUP}  # of the first round
         assert set(causes) <= {MissCause.EVICTED, *beside}
 
