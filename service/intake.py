@@ -100,7 +100,7 @@ def _read_all(work: Work, task: ControlTask, batch: Batch, path: str, is_skippin
     )
     findings = _Findings()
     raw_lines = iter_lines(work.blobs.read(path), limit_bytes=work.settings.max_line_bytes)
-    for number, chunk in enumerate(_chunks(raw_lines)):
+    for number, chunk in enumerate(chunks_of(raw_lines)):
         refused = _check_chunk(validator, chunk, findings)
         if not _keep_errors(work, task, batch, refused if is_skipping else [], is_first=number == 0):
             return None
@@ -221,7 +221,7 @@ def _take_in(work: Work, task: ControlTask, batch: Batch, path: str) -> None:
         offset=place.offset,
         line_no=place.line_no + 1,
     )
-    for chunk in _chunks(raw_lines):
+    for chunk in chunks_of(raw_lines):
         work.pause()
         new = _keyed(work, batch, salt, _valid(work, batch, chunk, place))
         upto = IntakePlace(offset=chunk[-1].end, line_no=chunk[-1].line_no)
@@ -293,8 +293,8 @@ def _finish(work: Work, task: ControlTask, batch: Batch) -> None:
     log.info("batch %s taken in: %d prefix groups", batch.id, groups)
 
 
-def _chunks(raw_lines: Iterator[RawLine]) -> Iterator[list[RawLine]]:
-    """Lists of at most CHUNK_LINES lines and about _CHUNK_BYTES."""
+def chunks_of(raw_lines: Iterator[RawLine]) -> Iterator[list[RawLine]]:
+    """Lists of lines to be tokenised together: at most CHUNK_LINES, and about _CHUNK_BYTES."""
     while chunk := _chunk(raw_lines):
         yield chunk
 

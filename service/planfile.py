@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
@@ -25,14 +25,13 @@ from service.core.simulate import CostModel
 from service.core.trace import TRACE_BLOCK_TOKENS, TraceError, read_trace
 from service.errors import InputRefused
 from service.fleet import Model, Models, load_models
+from service.intake import CHUNK_LINES, chunks_of
 from service.settings import Settings
 from service.tokenizing import Keyed, KeyRequest, Tokenizing
 
 STANDARD_INPUT = "-"
 BATCH_BLOCK_TOKENS = 16  # vLLM's on a GPU
 _PIECE_BYTES = 1 << 20
-_CHUNK_LINES = 1_000  # tokenised together
-_CHUNK_BYTES = 16 * 2**20
 _LONGEST_SECONDS = 1_000  # of an engine step, or of a token: whatever is above is a mistake
 _TRACE_FIELDS = ("input_length", "output_length", "hash_ids")
 _REQUEST_FIELDS = ("custom_id", "method", "url", "body")
@@ -111,7 +110,7 @@ def _why(error: OSError | ValueError) -> str:
 
 def _counted(lines: Iterable[RawLine], on_progress: Callable[[int], None]) -> Iterator[RawLine]:
     for number, line in enumerate(lines, 1):
-        if number % _CHUNK_LINES == 0:
+        if number % CHUNK_LINES == 0:
             on_progress(number)
         yield line
 
@@ -206,7 +205,7 @@ class _BatchReader:
             endpoint=endpoint, known_models=lambda name: self._served(endpoint, name), max_lines=sys.maxsize
         )
         columns = _Columns()
-        while chunk := _chunk(lines):
+        for chunk in chunks_of(lines):
             parsed = [self._checked(validator, raw) for raw in chunk]
             requests = [
                 KeyRequest(model=self._as_model or line.model, endpoint=endpoint, body=line.body, salt=b"")
@@ -271,17 +270,6 @@ def _given_model(models: Models, name: str) -> Model:
     if found is None:
         raise InputRefused(f"--model: {name} is not served; MODELS has {', '.join(models.names())}.")
     return found
-
-
-def _chunk(lines: Iterator[RawLine]) -> list[RawLine]:
-    chunk: list[RawLine] = []
-    size = 0
-    for line in islice(lines, _CHUNK_LINES):
-        chunk.append(line)
-        size += line.end - line.start
-        if size >= _CHUNK_BYTES:
-            break
-    return chunk
 
 
 def read_cost(path: Path) -> CostModel:
