@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -147,7 +148,15 @@ def job_seconds(tail: stealing.Tail, boot: Boot) -> FloatArray:
     return prefill / rates.prefill_tokens_per_second + decode / rates.decode_tokens_per_second
 
 
-def predict_first(boot: Boot, first: stealing.TailJob, held: bytes) -> int:
-    """Tokens that a cohort's first job should find on a boot whose last key is `held`."""
-    shared = shared_tokens(first.prefix_key, held)
-    return cacheable_tokens(shared, first.prompt_tokens, boot.block_size or _DEFAULT_BLOCK_TOKENS)
+def predict_moved(boot: Boot, jobs: Sequence[stealing.TailJob], held_sorted: Sequence[bytes]) -> dict[int, int]:
+    """For jobs that a boot is to run in the order given, after others with the keys `held_sorted`: job id -> tokens
+    that it should find there, for those for which that is not what was predicted."""
+    changed = {}
+    for before, item in zip((None, *jobs), jobs, strict=False):
+        at = bisect_left(held_sorted, item.prefix_key)
+        near = [*held_sorted[max(at - 1, 0) : at + 1], *((before.prefix_key,) if before else ())]
+        shared = max((shared_tokens(key, item.prefix_key) for key in near), default=0)
+        found = cacheable_tokens(shared, item.prompt_tokens, boot.block_size or _DEFAULT_BLOCK_TOKENS)
+        if before is None or found > item.predicted_cached_tokens:
+            changed[item.job_id] = found
+    return changed

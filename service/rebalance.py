@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from service.broker import BULK_SLOTS
 from service.core.prefix import neighbour_shared_tokens
 from service.core.steal import InstanceLoad, halve, steal_from
-from service.planner_input import FleetLoad, job_seconds, kv_tokens, predict_first
-from service.store import backlog, dispatching, stealing
+from service.planner_input import FleetLoad, job_seconds, kv_tokens, predict_moved
+from service.store import dispatching, stealing
 from service.store.instances import Boot
 
 log = logging.getLogger(__name__)
@@ -70,10 +70,11 @@ def _load(fleet: FleetLoad, boot: Boot, tail: stealing.Tail | None) -> InstanceL
 
 
 def _move(conn: sa.Connection, thief: Boot, tail: stealing.Tail, is_halved: bool) -> None:
-    """Bind a tail cohort, or its second half, to the thief; correct what its first job should find there."""
+    """Bind a tail cohort, or its second half, to the thief; correct what its jobs should find there."""
     shared = neighbour_shared_tokens([item.prefix_key for item in tail.jobs])
     at = halve(job_seconds(tail, thief), shared) if is_halved else 0
     cohort_id = stealing.split_tail(conn, tail, at) if at else tail.cohort_id
-    held = backlog.last_keys(conn, [(thief.id, thief.queue)]).get(thief.queue, b"")
-    stealing.rebind(conn, cohort_id, thief.queue, predict_first(thief, tail.jobs[at], held))
+    held = stealing.keys_run(conn, thief.id, kv_tokens(thief))
+    stealing.predict(conn, predict_moved(thief, tail.jobs[at:], held))
+    stealing.rebind(conn, cohort_id, thief.queue, first_predicted=None)
     log.info("cohort=%d moved to %s, which had nothing left", cohort_id, thief.queue)

@@ -133,9 +133,10 @@ class FlowPlan:
         backlog = self._pending.backlog(np.array(piece.slots, dtype=np.int64))
         view = dataclasses.replace(self._fleet.views[instance], held_key=self._before(instance, backlog.keys[0]))
         shared, cached = plan.follow(backlog.keys, backlog.prompt_tokens, view)
-        seconds = plan.estimated_seconds(cached, backlog.prompt_tokens, backlog.output_tokens, view)
         prompts = backlog.prompt_tokens
         first = ~shares_group(shared, prompts, np.concatenate((prompts[:1], prompts[:-1])))
+        self._recent.recall(instance, backlog.keys, prompts, cached, first, view.block_size)
+        seconds = plan.estimated_seconds(cached, prompts, backlog.output_tokens, view)
         n = self._fitting(seconds, backlog.body_bytes, view.max_num_seqs)
         if n < len(piece.slots):
             rest = Piece(piece.slots[n:], first_key=backlog.keys[n], seconds=float(seconds[n:].sum()))

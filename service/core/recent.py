@@ -10,7 +10,10 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
-from service.core.prefix import shared_tokens
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.prefix import IntArray, cacheable_tokens, shared_tokens
 
 # Python keeps objects of up to 512 bytes side by side in pages that it frees as a whole: a few thousand keys would hold
 # on to the memory of the whole backlog's. What is put behind a key is no rung that it could share with another.
@@ -54,6 +57,23 @@ class Recent:
         above = self._sorted[at : at + _LOOK_AROUND]
         near = [next((held for held, _, owner in side if owner == instance), None) for side in (below, above)]
         return max((held for held in near if held is not None), key=lambda held: shared_tokens(held, key), default=None)
+
+    def recall(
+        self,
+        instance: int,
+        keys: Sequence[bytes],
+        prompt_tokens: IntArray,
+        cached_tokens: IntArray,
+        begins_group: NDArray[np.bool_],
+        block_size: int,
+    ) -> None:
+        """Raise `cached_tokens` (int64[n], of a run for one instance in execution order) where a group begins, but for
+        the first job, to what the instance holds of the group from before."""
+        for place in (np.flatnonzero(begins_group[1:]) + 1).tolist() if self._taken[instance] else ():
+            held = self.best_on(instance, keys[place])
+            if held is not None:
+                found = cacheable_tokens(shared_tokens(held, keys[place]), int(prompt_tokens[place]), block_size)
+                cached_tokens[place] = max(int(cached_tokens[place]), found)
 
     def change_fleet(self, origins: Sequence[int | None]) -> None:
         """For each instance now its index before, None for one whose cache is empty."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+from sqlalchemy import func
 
 from service.core.model import CohortState, Priority
 from service.store.dispatching import add_events
 from service.store.tables import cohort, job
 
 _NOT_COPIED = {"id", "n_jobs", "estimated_seconds", "body_bytes"}  # when a cohort is split
+_COHORTS_LOOKED_AT = 64  # of a boot, for what its cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,36 @@ def split_tail(conn: sa.Connection, tail: Tail, at: int) -> int:
     return int(new_id)
 
 
+def keys_run(conn: sa.Connection, boot_id: int, kv_tokens: int) -> list[bytes]:
+    """Prefix keys, sorted, of the bulk jobs that a boot was given last: as many as its cache of `kv_tokens` holds."""
+    last = (
+        sa.select(cohort.c.id, cohort.c.sequence)
+        .where(cohort.c.instance_boot_id == boot_id, cohort.c.priority < Priority.INTERACTIVE)
+        .order_by(cohort.c.sequence.desc(), cohort.c.id.desc())
+        .limit(_COHORTS_LOOKED_AT)
+        .subquery()
+    )
+    new_tokens = job.c.prompt_tokens - func.coalesce(job.c.predicted_cached_tokens, 0) + job.c.predicted_output_tokens
+    order = (last.c.sequence.desc(), last.c.id.desc(), job.c.cohort_position.desc())
+    given = (
+        sa.select(job.c.prefix_key, func.sum(new_tokens).over(order_by=order, rows=(None, 0)).label("tokens"))
+        .join(last, job.c.cohort_id == last.c.id)
+        .subquery()
+    )
+    return sorted(conn.execute(sa.select(given.c.prefix_key).where(given.c.tokens <= kv_tokens)).scalars())
+
+
+def predict(conn: sa.Connection, tokens_by_job: dict[int, int]) -> None:
+    """What these jobs should find in the cache where they will run."""
+    rows = [{"job": job_id, "tokens": tokens} for job_id, tokens in tokens_by_job.items()]
+    if rows:
+        statement = sa.update(job).where(job.c.id == sa.bindparam("job"))
+        conn.execute(statement.values(predicted_cached_tokens=sa.bindparam("tokens")), rows)
+
+
 def rebind(conn: sa.Connection, cohort_id: int, queue: str, first_predicted: int | None) -> None:
     """Move a ready cohort to another queue (a steal, or its instance is gone). Its first job meets another cache:
-    `first_predicted` is what it may find there, None where that is unknown."""
+    `first_predicted` is what it may find there, None where that is predicted otherwise."""
     conn.execute(
         sa.update(cohort)
         .where(cohort.c.id == cohort_id, cohort.c.state == CohortState.READY)

@@ -318,6 +318,15 @@ def test_a_steal_moves_the_tail_and_corrects_its_first_prediction(database: Data
         assert conn.execute(sa.select(cohort.c.moved).where(cohort.c.id == last)).scalar_one()
 
 
+def test_what_a_boot_was_given_last_is_known_as_far_as_its_cache_goes(database: Database, world: World) -> None:
+    with database.transaction() as conn:
+        assert stealing.keys_run(conn, world.boot, 10_000) == []
+        world.dispatch(conn)
+        keys = list(conn.execute(sa.select(job.c.prefix_key).order_by(job.c.prefix_key)).scalars())
+        assert stealing.keys_run(conn, world.boot, 10_000) == keys
+        assert len(stealing.keys_run(conn, world.boot, 800)) == 2  # some 330 tokens each that were new
+
+
 def test_a_lost_message_is_sent_again_under_its_number(database: Database, world: World) -> None:
     with database.transaction() as conn:
         message = world.dispatch(conn)

@@ -12,12 +12,13 @@ import redis
 import sqlalchemy as sa
 from seeds import MODEL, add_batch, add_boot, add_jobs, add_tenant
 
+from service import rebalance
 from service.broker import Publisher, make_app
 from service.core.model import CohortState, Priority
 from service.dispatcher import Dispatcher
 from service.reaper import Reaper
 from service.settings import Settings
-from service.store import backlog, instances
+from service.store import backlog, dispatching, instances
 from service.store.session import Database
 from service.store.tables import cohort, instance_boot, job
 
@@ -153,6 +154,41 @@ def test_what_is_written_for_a_slow_instance_is_taken_too(database: Database, di
     with database.transaction() as conn:
         moved = conn.execute(sa.select(cohort.c.id).where(cohort.c.moved, cohort.c.queue == "instance.two")).all()
     assert moved
+
+
+def test_a_cohort_taken_in_the_table_finds_all_that_the_thief_ran_before(
+    database: Database, dispatcher: Dispatcher
+) -> None:
+    groups = [1, 1, 2, 2, 2, 1, 1, 1, 3, 3]  # the thief ran 1, then 3; what it takes is the rest of 1
+    jobs = seed(database, groups, "one", "two")
+    with database.transaction() as conn:
+        for queue, part in (("instance.two", jobs[:2]), ("instance.two", jobs[8:]), ("instance.one", jobs[2:8])):
+            row = backlog.NewCohort(
+                model=MODEL,
+                queue=queue,
+                sequence=part[0],
+                priority=Priority.NORMAL,
+                alone=False,
+                body_bytes=80,
+                estimated_seconds=1.0,
+                job_ids=part,
+                predicted_cached_tokens=[0] * len(part),
+                first_of_group=[False] * len(part),
+            )
+            backlog.insert_cohorts(conn, [row])
+        (slow, thief) = instances.ready_boots(conn, 600)
+        for boot in (thief, thief):
+            room = dispatching.Room(jobs=1, least_cohorts=1, most_cohorts=1)
+            dispatching.dispatch(conn, boot_id=boot.id, queue=boot.queue, model=MODEL, room=room, interactive=False)
+        conn.execute(sa.update(cohort).where(cohort.c.state == CohortState.DISPATCHED).values(state=CohortState.DONE))
+        rebalance.steal(conn, [slow, thief], {thief.id})
+        found = conn.execute(
+            sa.select(job.c.predicted_cached_tokens)
+            .join(cohort, cohort.c.id == job.c.cohort_id)
+            .where(cohort.c.moved)
+            .order_by(cohort.c.id, job.c.cohort_position)
+        ).scalars()
+        assert list(found) == [320] * 3
 
 
 def test_single_jobs_go_out_at_once_beside_bulk(database: Database, dispatcher: Dispatcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from prefixes import key_of
@@ -45,6 +46,17 @@ def test_a_new_boot_holds_nothing_and_the_others_keep_what_they_have_under_their
     assert recent.longest_match(key_of([1, 1])) == (0, -1)
     recent.add(1, key_of([1, 1]), 10, 100)
     assert recent.longest_match(key_of([1, 1])) == (64, 1)
+
+
+def test_each_group_of_a_run_finds_what_its_instance_ran_of_it_before() -> None:
+    recent = Recent(2)
+    recent.add(0, key_of([1, 2, 3]), 10, 1000)
+    recent.add(1, key_of([8, 8, 8]), 10, 1000)
+    keys = [key_of([0]), key_of([1, 2, 4]), key_of([1, 2, 5]), key_of([8, 8, 9])]
+    cached = np.array([0, 0, 64, 0])
+    begins = np.array([True, True, False, True])
+    recent.recall(0, keys, np.array([100] * 4), cached, begins, 16)
+    assert cached.tolist() == [0, 64, 64, 0]
 
 
 @given(
