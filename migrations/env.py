@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import context
 
-from service.store.tables import metadata
+from service.store.control_tables import metadata
 
 # Any number, the same for ever: whoever migrates this database waits for it.
 _ADVISORY_LOCK = 7_235_114_001

@@ -13,8 +13,8 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from service.errors import SchemaBehind
+from service.store.control_tables import metadata
 from service.store.session import Database
-from service.store.tables import metadata
 
 
 def upgrade(database_url: str, revision: str = "head") -> None:

@@ -88,12 +88,13 @@ class BootState(StrEnum):
 
 
 class TaskKind(StrEnum):
-    """Control work. `subject` is a batch id for all of these."""
+    """Control work. `subject` is a batch id, of WEBHOOK the id of an event."""
 
     INTAKE = "intake"  # validate, tokenise, COPY the job rows
     EXPORT = "export"  # write both files, end the batch
     CANCEL = "cancel"  # end the lines that do not run, then what remains, then export
     EXPIRE = "expire"  # the same at the deadline
+    WEBHOOK = "webhook"  # tell a tenant's server that a batch or a job has ended
 
 
 class TaskState(StrEnum):

@@ -17,7 +17,8 @@ from sqlalchemy.dialects.postgresql import insert
 from service.core.model import BatchStatus, TaskKind, TaskState
 from service.errors import FenceLost
 from service.store.clock import later
-from service.store.tables import batch, batch_progress, control_task
+from service.store.control_tables import control_task
+from service.store.tables import batch, batch_progress
 
 MAX_FAILURES = 8
 

@@ -11,7 +11,8 @@ from sqlalchemy import func
 
 from service.core.model import BatchStatus, BootState, CohortState, TaskState
 from service.store.clock import ago
-from service.store.tables import batch, batch_progress, cohort, control_task, instance_boot
+from service.store.control_tables import control_task
+from service.store.tables import batch, batch_progress, cohort, instance_boot
 
 _OPEN = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 

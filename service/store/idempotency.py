@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 
 from service.errors import TrunklineError
-from service.store.tables import idempotency_key
+from service.store.control_tables import idempotency_key
 
 KEPT = timedelta(hours=24)
 RETRY_WINDOW = timedelta(minutes=15)

@@ -1,4 +1,5 @@
-"""Every table, once. Time columns are written with the database clock; DESIGN.md section 3 says who writes which."""
+"""The tables of work and results, once; `control_tables` has the rest. Time columns are written with the database
+clock; DESIGN.md section 3 says who writes which."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ metadata = MetaData(
 )
 
 
-def _id() -> Column[int]:
+def id_column() -> Column[int]:
     return Column("id", BigInteger, Identity(always=True), primary_key=True)
 
 
-def _at(name: str, *, default_now: bool = False) -> Column[object]:
+def at(name: str, *, default_now: bool = False) -> Column[object]:
     if default_now:
         return Column(name, DateTime(timezone=True), nullable=False, server_default=func.now())
     return Column(name, DateTime(timezone=True))
@@ -56,22 +57,26 @@ def _recorded_xid() -> Column[int]:
 tenant = Table(
     "tenant",
     metadata,
-    _id(),
+    id_column(),
     Column("name", Text, nullable=False, unique=True),
     Column("salt", LargeBinary, nullable=False),  # secret; keeps tenants apart in every engine's cache
     Column("weight", Integer, nullable=False, server_default="1"),
-    _at("created_at", default_now=True),
+    Column("max_queued_lines", BigInteger),  # its quotas; null: as the settings say
+    Column("max_queued_tokens", BigInteger),
+    Column("webhook_url", Text),  # told when a batch ends; null: nobody is
+    Column("webhook_secret", LargeBinary),  # signs every webhook of the tenant; made with the first
+    at("created_at", default_now=True),
 )
 
 api_key = Table(
     "api_key",
     metadata,
-    _id(),
+    id_column(),
     Column("tenant_id", ForeignKey("tenant.id"), nullable=False),
     Column("label", Text, nullable=False),  # what `trunkline keys list` shows; never part of the key
     Column("hash", LargeBinary, nullable=False, unique=True),  # SHA-256 of the key; the key itself is nowhere
-    _at("created_at", default_now=True),
-    _at("revoked_at"),
+    at("created_at", default_now=True),
+    at("revoked_at"),
 )
 
 file = Table(
@@ -84,8 +89,8 @@ file = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("sha256", LargeBinary, nullable=False),
     Column("store_path", Text, nullable=False),  # below STORE_URL
-    _at("created_at", default_now=True),
-    _at("expires_at"),
+    at("created_at", default_now=True),
+    at("expires_at"),
     Index("ix_file_tenant_id_id", "tenant_id", "id"),  # ids sort by time: this is (created_at, id)
 )
 
@@ -117,15 +122,15 @@ batch = Table(
     Column("intake_done", Boolean, nullable=False, server_default=text("false")),
     Column("output_file_id", Text),
     Column("error_file_id", Text),
-    _at("created_at", default_now=True),
-    _at("in_progress_at"),
+    at("created_at", default_now=True),
+    at("in_progress_at"),
     Column("expires_at", DateTime(timezone=True), nullable=False),
-    _at("finalizing_at"),
-    _at("completed_at"),
-    _at("failed_at"),
-    _at("expired_at"),
-    _at("cancelling_at"),
-    _at("cancelled_at"),
+    at("finalizing_at"),
+    at("completed_at"),
+    at("failed_at"),
+    at("expired_at"),
+    at("cancelling_at"),
+    at("cancelled_at"),
     Index("ix_batch_tenant_id_id", "tenant_id", "id"),  # ids sort by time: this is (created_at, id)
     Index(
         "ix_batch_open",
@@ -140,7 +145,7 @@ _RETRYING = text("not_before is not null and cohort_id is null")
 job = Table(
     "job",
     metadata,
-    _id(),
+    id_column(),
     Column("public_id", Text),  # "job_..." of single jobs; lines of a batch are named from `id`
     Column("tenant_id", ForeignKey("tenant.id"), nullable=False),
     Column("batch_id", ForeignKey("batch.id")),  # null for single jobs
@@ -160,11 +165,12 @@ job = Table(
     Column("deadline_at", DateTime(timezone=True)),  # single jobs only
     Column("metadata", JSONB),  # single jobs only
     Column("webhook_url", Text),  # single jobs only
-    _at("not_before"),  # set on a retry
+    Column("stream_to", Text),  # single jobs only: the queue of the API process that relays the answer's chunks
+    at("not_before"),  # set on a retry
     Column("tries", SmallInteger, nullable=False, server_default="0"),  # engine answers that were retried
     Column("crashes", SmallInteger, nullable=False, server_default="0"),  # engine deaths while in flight
-    _at("created_at", default_now=True),
-    _at("cancel_requested_at"),  # single jobs only
+    at("created_at", default_now=True),
+    at("cancel_requested_at"),  # single jobs only
     Index("uq_job_public_id", "public_id", unique=True, postgresql_where=text("public_id is not null")),
     Index("ix_job_tenant_id_public_id", "tenant_id", "public_id", postgresql_where=text("public_id is not null")),
     Index("ix_job_retrying", "batch_id", postgresql_where=_RETRYING),
@@ -191,7 +197,7 @@ job = Table(
 cohort = Table(
     "cohort",
     metadata,
-    _id(),
+    id_column(),
     Column("model", Text, nullable=False),
     Column("queue", Text, nullable=False),  # the instance it is planned for; a steal changes it
     Column("sequence", BigInteger, nullable=False),  # order within the queue and class: the planned order
@@ -208,11 +214,11 @@ cohort = Table(
     Column("resends", SmallInteger, nullable=False, server_default="0"),  # of the present dispatch's message
     Column("instance_boot_id", BigInteger),
     Column("last_error", Text),
-    _at("created_at", default_now=True),
-    _at("dispatched_at"),
-    _at("started_at"),
-    _at("lease_expires_at"),
-    _at("finished_at"),
+    at("created_at", default_now=True),
+    at("dispatched_at"),
+    at("started_at"),
+    at("lease_expires_at"),
+    at("finished_at"),
     Index(
         "ix_cohort_active",
         "queue",
@@ -234,7 +240,7 @@ cohort = Table(
 instance_boot = Table(
     "instance_boot",
     metadata,
-    _id(),
+    id_column(),
     Column("name", Text, nullable=False),
     Column("queue", Text, nullable=False),
     Column("host", Text, nullable=False),
@@ -260,10 +266,10 @@ instance_boot = Table(
     Column("waiting_jobs", Integer, nullable=False, server_default="0"),
     Column("prefill_tokens_per_second", Double),
     Column("decode_tokens_per_second", Double),
-    _at("started_at", default_now=True),
-    _at("ready_at"),
+    at("started_at", default_now=True),
+    at("ready_at"),
     Column("heartbeat_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
-    _at("gone_at"),
+    at("gone_at"),
     Column("gone_reason", Text),
     Index("uq_instance_boot_queue", "queue", unique=True, postgresql_where=text("state <> 'gone'")),
     Index("ix_instance_boot_name", "name", "id"),
@@ -291,7 +297,7 @@ job_result = Table(
     Column("queue_ms", Integer),
     Column("run_ms", Integer),
     Column("started_at", DateTime(timezone=True)),
-    _at("finished_at", default_now=True),
+    at("finished_at", default_now=True),
     _recorded_xid(),
     Index("ix_job_result_batch_id", "batch_id", "job_id", postgresql_where=text("batch_id is not null")),
     Index(
@@ -329,7 +335,7 @@ line_error = Table(
 batch_progress = Table(
     "batch_progress",
     metadata,
-    _id(),
+    id_column(),
     Column("batch_id", Text, nullable=False),
     Column("completed", Integer, nullable=False, server_default="0"),
     Column("failed", Integer, nullable=False, server_default="0"),  # skipped lines too
@@ -345,51 +351,16 @@ batch_progress = Table(
     Index("ix_batch_progress_batch_id", "batch_id"),
 )
 
-control_task = Table(
-    "control_task",
-    metadata,
-    _id(),
-    Column("kind", Text, nullable=False),
-    Column("subject", Text, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("attempt", Integer, nullable=False, server_default="0"),  # the fencing number
-    Column("failures", SmallInteger, nullable=False, server_default="0"),  # errors and lost leases; not re-schedulings
-    Column("last_error", Text),
-    _at("created_at", default_now=True),
-    Column("not_before", DateTime(timezone=True), nullable=False, server_default=func.now()),
-    _at("published_at"),
-    _at("lease_expires_at"),
-    _at("finished_at"),
-    Index(
-        "uq_control_task_open",
-        "kind",
-        "subject",
-        unique=True,
-        postgresql_where=text("state in ('ready', 'running')"),
-    ),
-    Index("ix_control_task_open", "state", "id", postgresql_where=text("state in ('ready', 'running')")),
-)
-
 cohort_event = Table(
     "cohort_event",
     metadata,
-    _id(),
+    id_column(),
     Column("cohort_id", BigInteger, nullable=False),
     Column("attempt", Integer, nullable=False),
     # planned, dispatched, stolen, claimed, done, released, expired, crashed, split
     Column("kind", Text, nullable=False),
     Column("instance_boot_id", BigInteger),
     Column("detail", Text),
-    _at("at", default_now=True),
+    at("at", default_now=True),
     Index("ix_cohort_event_cohort_id", "cohort_id"),
-)
-
-idempotency_key = Table(
-    "idempotency_key",
-    metadata,
-    Column("tenant_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("key", Text, primary_key=True),
-    Column("body_sha256", LargeBinary, nullable=False),  # of the canonical parsed body and the path
-    Column("created_id", Text, nullable=False),  # the batch or job that the first call made
-    _at("created_at", default_now=True),
 )

@@ -10,8 +10,9 @@ from control_fixtures import Desk
 
 from service.control import run_task
 from service.core.model import Outcome
+from service.store.control_tables import control_task
 from service.store.session import Database
-from service.store.tables import control_task, job, job_result
+from service.store.tables import job, job_result
 
 
 def run_open_tasks(desk: Desk) -> None:

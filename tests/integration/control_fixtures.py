@@ -16,8 +16,9 @@ from service.settings import Settings
 from service.store import batches, control, files, results, tenants
 from service.store.batches import Batch, NewBatch
 from service.store.blobs import Blobs, new_blob_path
+from service.store.control_tables import control_task
 from service.store.session import Database
-from service.store.tables import control_task, job, job_result
+from service.store.tables import job, job_result
 from service.tokenizing import Tokenizing
 from service.work import Work
 

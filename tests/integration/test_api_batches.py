@@ -20,8 +20,9 @@ from service.core.model import BatchStatus, TaskKind
 from service.ports import free_port
 from service.settings import Settings
 from service.store import batches
+from service.store.control_tables import control_task, idempotency_key
 from service.store.session import Database
-from service.store.tables import batch, control_task, idempotency_key
+from service.store.tables import batch
 
 CHAT = "/v1/chat/completions"
 

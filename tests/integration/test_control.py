@@ -21,8 +21,9 @@ from service.errors import FenceLost
 from service.settings import Settings, child_environment
 from service.store import batches, control
 from service.store.control import MAX_FAILURES, ControlTask
+from service.store.control_tables import control_task
 from service.store.session import Database
-from service.store.tables import batch_progress, control_task
+from service.store.tables import batch_progress
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from service.leader import Leader
 from service.ports import free_port
 from service.settings import Settings, child_environment
 from service.store import backlog, instances
+from service.store.control_tables import control_task
 from service.store.session import Database
-from service.store.tables import batch, batch_progress, control_task, instance_boot
+from service.store.tables import batch, batch_progress, instance_boot
 
 
 @pytest.fixture
