@@ -20,9 +20,12 @@ from service.logs import set_up_logging
 from service.migrate import check_schema
 from service.settings import Settings, read_settings
 from service.store.session import Database
+from service.webhooks import Outgoing
 from service.work import Work
 
 log = logging.getLogger(__name__)
+
+_LAST_WEBHOOKS_SECONDS = 3.0  # those in flight learn within 0.2 s that they stop
 
 
 class ControlProcess:
@@ -31,6 +34,7 @@ class ControlProcess:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._work: Work | None = None
+        self._outgoing = Outgoing()
 
     def set_up_logging(self, *_: object, **__: object) -> None:
         """In place of Celery's own, which would log every task."""
@@ -51,10 +55,15 @@ class ControlProcess:
         if self._work is not None:
             self._work.stopping.set()
 
+    def finish(self, *_: object, **__: object) -> None:
+        """After the last task: webhooks that were on their way are given back too."""
+        if not self._outgoing.wait(_LAST_WEBHOOKS_SECONDS):
+            log.warning("some webhooks did not stop in time: they are sent again when their leases end")
+
     def run(self, task_id: int) -> None:
         if self._work is None:
             raise RuntimeError("control work came before the worker was ready")
-        run_task(self._work, task_id)
+        run_task(self._work, task_id, self._outgoing)
 
 
 @cache
@@ -77,6 +86,7 @@ def control_app() -> Celery:
     signals.setup_logging.connect(process.set_up_logging, weak=False)
     signals.worker_init.connect(process.start, weak=False)
     signals.worker_shutting_down.connect(process.stop, weak=False)
+    signals.worker_shutdown.connect(process.finish, weak=False)
     return app
 
 

@@ -1,4 +1,4 @@
-"""The commands that come with the server: up, demo, keys, plan, stats, doctor, migrate, servers."""
+"""The commands that come with the server: up, demo, keys, webhooks, plan, stats, doctor, migrate, servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from service.cli_doctor import doctor
 from service.cli_keys import keys
 from service.cli_plan import plan
 from service.cli_stats import stats
+from service.cli_webhooks import webhooks
 from service.connections import find_connections
 from service.logs import set_up_logging
 from service.settings import Settings, read_settings
@@ -32,6 +33,7 @@ def register(app: typer.Typer) -> None:
     app.command("migrate")(migrate)
     app.command("servers")(servers)
     app.add_typer(keys, name="keys")
+    app.add_typer(webhooks, name="webhooks")
 
 
 def up(state: StateOption = None) -> None:

@@ -23,13 +23,16 @@ def doctor(
     state: Annotated[
         Path | None, typer.Option("--state", metavar="FOLDER", help="The state folder, in place of TRUNKLINE_STATE.")
     ] = None,
+    is_all: Annotated[
+        bool, typer.Option("--all", help="Hold every ended batch against its files, not just the newest.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Look at servers, schema, instances, keys, queues and accounts. Status 0: fine, 1: findings, 2: cannot look."""
     settings = read_settings()
     if state is not None:
         settings = replace(settings, state_folder=state.expanduser().absolute())
-    found = diagnose(settings)
+    found = diagnose(settings, is_all=is_all)
     if as_json:
         typer.echo(json.dumps(as_json_object(found)))
     else:

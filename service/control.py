@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import sqlalchemy as sa
 
@@ -18,13 +19,15 @@ from service.errors import FenceLost, TrunklineError
 from service.export import discard_outputs, run_export
 from service.fleet import load_models
 from service.intake import run_intake
+from service.removal import run_delete
 from service.settings import Settings
 from service.settle import run_cancel, run_expire
-from service.store import batches, control
+from service.store import batches, control, webhooks
 from service.store.blobs import Blobs
 from service.store.control import ControlTask
 from service.store.session import DATABASE_AWAY, Database
 from service.tokenizing import Tokenizing
+from service.webhooks import Outgoing, run_webhook, wait_for_room
 from service.work import Interrupted, Work
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ HANDLERS: dict[TaskKind, Callable[[Work, ControlTask], None]] = {
     TaskKind.EXPORT: run_export,
     TaskKind.CANCEL: run_cancel,
     TaskKind.EXPIRE: run_expire,
+    TaskKind.DELETE: run_delete,
+    TaskKind.WEBHOOK: run_webhook,
 }
 
 
@@ -49,9 +54,10 @@ def make_work(settings: Settings, database: Database) -> Work:
     )
 
 
-def run_task(work: Work, task_id: int) -> None:
+def run_task(work: Work, task_id: int, outgoing: Outgoing | None = None) -> None:
     """Do what the hint asks for, if it is still to be done. Handlers finish or give back their task themselves.
 
+    With `outgoing` a webhook is only started here, and delivered in one of its threads.
     Raises only where the failure cannot be recorded (the database is away): the lease then runs out.
     """
     lease_seconds = work.settings.task_lease_seconds
@@ -60,7 +66,13 @@ def run_task(work: Work, task_id: int) -> None:
         return
     if task.is_exhausted:
         _record_failure(work, task, "its worker died too often")
-        return
+    elif task.kind != TaskKind.WEBHOOK or outgoing is None:
+        _run_claimed(work, task)
+    elif not outgoing.start(partial(_run_claimed, work, task)):
+        wait_for_room(work, task)
+
+
+def _run_claimed(work: Work, task: ControlTask) -> None:
     try:
         with _kept_lease(work, task):
             HANDLERS[task.kind](work, task)
@@ -85,7 +97,9 @@ def describe_error(error: BaseException) -> str:
 def _record_failure(work: Work, task: ControlTask, error: str) -> None:
     def record(conn: sa.Connection) -> TaskState:
         state = control.fail_task(conn, task, error)
-        if state == TaskState.DEAD:
+        if state == TaskState.DEAD and task.kind == TaskKind.WEBHOOK:
+            webhooks.give_up(conn, task.subject, "internal_error")
+        elif state == TaskState.DEAD and task.kind != TaskKind.DELETE:
             batches.move_batch(conn, task.subject, BatchStatus.FAILED, errors=[_batch_error(task.kind)])
         return state
 
@@ -95,7 +109,7 @@ def _record_failure(work: Work, task: ControlTask, error: str) -> None:
         return  # a newer attempt has it, and its own word on it
     level = logging.ERROR if state == TaskState.DEAD else logging.WARNING
     log.log(level, "control task %d (%s %s) failed, now %s: %s", task.id, task.kind, task.subject, state, error)
-    if state == TaskState.DEAD:
+    if state == TaskState.DEAD and task.kind not in (TaskKind.WEBHOOK, TaskKind.DELETE):
         discard_outputs(work, task.subject)
 
 

@@ -31,7 +31,7 @@ from service.migrate import check_schema
 from service.planner_input import FleetLoad, bulk_room, kv_tokens, ledger_view, single_cohort, singles_room
 from service.rate_keeper import RateKeeper
 from service.settings import Settings
-from service.store import backlog, dispatching, instances
+from service.store import backlog, dispatching, instances, pauses
 from service.store.dispatching import Edge, Message
 from service.store.instances import Boot
 from service.store.session import DATABASE_AWAY, Database, first_line
@@ -154,17 +154,24 @@ class Dispatcher:
         if not ready:
             return []
 
+        held_back: frozenset[str] = frozenset()
+
         def move(conn: sa.Connection) -> tuple[list[Message], list[Edge]]:
+            nonlocal held_back
+            if not interactive:
+                held_back = pauses.hold_back(conn, boot.queue, boot.model)
             room = singles_room(out) if interactive else bulk_room(boot, out, dispatching.open_work(conn, boot.id))
             messages = dispatching.dispatch(
                 conn, boot_id=boot.id, queue=boot.queue, model=boot.model, room=room, interactive=interactive
             )
             if not messages:
+                held_back |= pauses.hold_back(conn, boot.queue, boot.model)  # suspects are of batches
                 messages = dispatching.dispatch_suspects(conn, boot_id=boot.id, queue=boot.queue, model=boot.model)
             ids = [message.cohort_id for message in messages]
             return messages, dispatching.edges_of(conn, ids) if ids else []
 
         messages, edges = self._database.run(move)
+        self._live.forget_batches(held_back)
         for edge in edges:
             self._ledger.record(boot.id, edge.prefix_key, edge.prompt_tokens)
         return messages

@@ -15,21 +15,26 @@ import sqlalchemy as sa
 
 from service.broker import CONTROL_QUEUE, check_broker, instance_queue, make_app
 from service.connections import Connections, find_connections
-from service.core.accounting import AccountingBroken, Counts, check_batch_accounting
+from service.core.accounting import AccountingBroken, Counts, check_batch_accounting, count_written
 from service.core.alarm import ADVICE, Mismatch
-from service.core.model import BootState
-from service.errors import TrunklineError
+from service.core.batchfile import iter_lines
+from service.core.model import BatchStatus, BootState
+from service.errors import StoreFailed, TrunklineError
 from service.fleet import Instance, Models, load_instances, load_models
 from service.leader import LEADER_LOCK
 from service.migrate import check_schema
 from service.settings import Settings
 from service.store import clock, health, instances
 from service.store.blobs import Blobs
+from service.store.health import EndedBatch
 from service.store.instances import Boot
 from service.store.session import DATABASE_AWAY, Database, first_line
 
 _OLDEST_POSTGRES = 150000
-_CHECKED_BATCHES = 200
+_CHECKED_BATCHES = 200  # the newest, by their counts
+_CHECKED_FILES = 20  # of these, by what their files hold,
+_CHECKED_BYTES = 256 * 2**20  # and no more than this in sum
+_LONGEST_LINE_BYTES = 256 * 2**20
 _OVERDUE_SECONDS = 60.0
 
 
@@ -69,9 +74,9 @@ class Diagnosis:
 T = TypeVar("T")
 
 
-def diagnose(settings: Settings) -> Diagnosis:
-    """Look at everything that can be looked at from here. Raises SettingError where the settings do not even say
-    where the servers are."""
+def diagnose(settings: Settings, *, is_all: bool = False) -> Diagnosis:
+    """Look at everything that can be looked at from here; with `is_all`, at every ended batch and its files. Raises
+    SettingError where the settings do not even say where the servers are."""
     connections = find_connections(settings)
     models_file, served = _file("models", settings.models_path, load_models, Models({}))
     none: dict[str, Instance] = {}
@@ -89,11 +94,15 @@ def diagnose(settings: Settings) -> Diagnosis:
                 return Diagnosis(findings=tuple(findings), is_blind=True)
         with database.transaction() as conn:
             findings += _rows(conn, settings, served, mine)
+            ended = health.ended_batches(conn, None if is_all else _CHECKED_BATCHES)
     except DATABASE_AWAY as error:
         gone = Finding(part="database", state=State.PROBLEM, said=f"went away while it was read {first_line(error)}")
         return Diagnosis(findings=(*findings, gone), is_blind=True)
     finally:
         database.close()
+    works = any(finding.part == "store" and finding.state is State.FINE for finding in findings)
+    blobs = Blobs(settings.store_location) if works else None
+    findings += _accounting(ended, blobs, is_all=is_all)  # no transaction is open: files may take long to read
     return Diagnosis(findings=tuple(findings))
 
 
@@ -141,7 +150,6 @@ def _rows(conn: sa.Connection, settings: Settings, served: Models, mine: dict[st
         *_instances(boots, mine, settings, now),
         *_keys(boots, served),
         *_queues(conn, boots),
-        *_accounting(conn),
     ]
 
 
@@ -244,22 +252,43 @@ def _queues(conn: sa.Connection, boots: list[Boot]) -> Iterator[Finding]:
         yield Finding(part="queues", state=State.FINE, said=f"{len(names)} queues, each with its worker")
 
 
-def _accounting(conn: sa.Connection) -> Iterator[Finding]:
-    """Every line of the newest ended batches ended exactly once."""
-    checked = 0
-    broken = []
-    for row in health.ended_batches(conn, _CHECKED_BATCHES):
-        checked += 1
-        counts = Counts(completed=row.completed, failed=row.failed, cancelled=row.cancelled, expired=row.expired)
+def _accounting(ended: list[EndedBatch], blobs: Blobs | None, *, is_all: bool) -> Iterator[Finding]:
+    """Every line of the ended batches ended exactly once, and is in exactly one of their files.
+
+    Files are read of the newest few, unless all were asked for; `blobs` is None where the store does not work.
+    """
+    broken, read, left_bytes = 0, 0, _CHECKED_BYTES
+    for number, batch in enumerate(ended):
+        has_room = is_all or (number < _CHECKED_FILES and batch.files_bytes <= left_bytes)
+        has_files = batch.status is not BatchStatus.FAILED and not batch.is_missing_files
+        reader = blobs if has_room and has_files else None
         try:
-            check_batch_accounting(total=row.total, counts=counts)
-        except AccountingBroken as error:
-            broken.append(
-                Finding(part="accounting", state=State.PROBLEM, said=f"{row.batch_id}: {error}", advice=_REPORT)
+            check_batch_accounting(
+                total=batch.total, counts=batch.counts, written=None if reader is None else _written(reader, batch)
             )
-    yield from broken
+        except (AccountingBroken, StoreFailed) as error:
+            broken += 1
+            advice = _REPORT if isinstance(error, AccountingBroken) else _LOST
+            yield Finding(part="accounting", state=State.PROBLEM, said=f"{batch.batch_id}: {error}", advice=advice)
+        if reader is not None:
+            read, left_bytes = read + 1, left_bytes - batch.files_bytes
     if not broken:
-        yield Finding(part="accounting", state=State.FINE, said=f"every line of {checked} ended batches ended once")
+        said = f"every line of {len(ended)} ended batches ended once; the files of {read} were read and say the same"
+        yield Finding(part="accounting", state=State.FINE, said=said)
 
 
+def _written(blobs: Blobs, batch: EndedBatch) -> Counts:
+    """What a batch's files say. Raises StoreFailed, AccountingBroken."""
+
+    def lines(path: str | None) -> Iterator[bytes]:
+        chunks = iter(()) if path is None else blobs.read(path)
+        return (line.raw or b"" for line in iter_lines(chunks, limit_bytes=_LONGEST_LINE_BYTES))
+
+    try:
+        return count_written(lines(batch.output_path), lines(batch.error_path))
+    except ValueError as error:
+        raise AccountingBroken("its error file holds a line that is no result line") from error
+
+
+_LOST = "Bring the files of STORE_URL back: a tenant cannot read the results of this batch."
 _REPORT = "This is a defect of Trunkline: keep the database and report it with the batch's id."

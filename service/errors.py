@@ -74,5 +74,9 @@ class SchemaBehind(TrunklineError):
     """The database schema is not at this version's head; run `python -m service migrate`."""
 
 
+class WebhookFailed(TrunklineError):
+    """The webhook was not delivered."""
+
+
 class NoSuchBatch(TrunklineError):
     """There is no batch of this id."""

@@ -19,7 +19,7 @@ from service.core.accounting import Counts, check_batch_accounting
 from service.core.batchfile import iter_lines, parse_line
 from service.core.ids import line_id, unsent_line_id
 from service.core.model import BatchStatus, LineErrorCode, Outcome
-from service.core.resultline import answer_line, skipped_line, unanswered_line
+from service.core.resultline import DEFAULT_MESSAGES, answer_line, skipped_line, unanswered_line
 from service.store import batches, control, files, outputs
 from service.store.batches import Batch, Progress
 from service.store.blobs import Blob, BlobWriter
@@ -31,14 +31,6 @@ from service.work import Work
 log = logging.getLogger(__name__)
 
 _PAGE_LINES = 200
-_MESSAGES = {
-    LineErrorCode.BATCH_EXPIRED: "The batch expired before this line was answered.",
-    LineErrorCode.BATCH_CANCELLED: "The batch was cancelled before this line was answered.",
-    LineErrorCode.REQUEST_TIMEOUT: "The engine did not answer in time.",
-    LineErrorCode.ENGINE_CRASH: "The engine died each time it worked on this line.",
-    LineErrorCode.WORKER_LOST: "The worker that held this line was lost.",
-    LineErrorCode.SKIPPED_INVALID_LINE: "The line is invalid and was skipped.",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +226,7 @@ def result_line(line: EndedLine) -> bytes:
             body=line.response or b"",
         )
     code = LineErrorCode(line.error_code or LineErrorCode.WORKER_LOST)
-    message = line.error_message or _MESSAGES[code]
+    message = line.error_message or DEFAULT_MESSAGES[code]
     return unanswered_line(line_id=public_id, custom_id=line.custom_id, code=code, message=message)
 
 
@@ -255,5 +247,5 @@ def _unsent(batch_id: str, line: UnsentLine, ending: Ending) -> tuple[Outcome, b
         line_id=unsent_line_id(batch_id, line.line_no),
         custom_id=line.custom_id,
         code=ending.code,
-        message=_MESSAGES[ending.code],
+        message=DEFAULT_MESSAGES[ending.code],
     )

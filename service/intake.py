@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import sqlalchemy as sa
 
-from service.core.batchfile import FileValidator, LineCode, LineError, ParsedLine, RawLine, iter_lines, parse_line
+from service.core.batchfile import (
+    FileValidator,
+    LineError,
+    ParsedLine,
+    RawLine,
+    iter_lines,
+    parse_line,
+)
 from service.core.model import BatchStatus
 from service.errors import StoreFailed
+from service.findings import Findings, check_lines
 from service.grouping import measure_batch
 from service.store import batches, control, files, lines, tenants
 from service.store.batches import Batch
@@ -31,19 +38,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_LINES = 1_000
 _CHUNK_BYTES = 16 * 2**20  # long lines make smaller chunks
-_MAX_SHOWN_ERRORS = 100
-_FILE_CODES = (LineCode.TOO_MANY_TASKS, LineCode.EMPTY_BATCH)
-
-
-@dataclass(slots=True)
-class _Findings:
-    """What pass 1 learned of a file."""
-
-    lines: int = 0
-    refused: int = 0
-    shown: list[LineError] = field(default_factory=list)  # the first that may be shown
-    of_file: LineError | None = None  # fails the batch under any policy
-    models: set[str] = field(default_factory=set)  # as the lines name them; two are enough to know
 
 
 def run_intake(work: Work, task: ControlTask) -> None:
@@ -79,18 +73,14 @@ def _validate(work: Work, task: ControlTask, batch: Batch, path: str) -> bool:
     if findings is None:
         work.database.run(lambda conn: control.finish_task(conn, task))
         return False
-    errors: list[dict[str, Any]] = []
-    if findings.refused and not is_skipping:
-        errors = _errors_shown(findings)
-    elif findings.of_file is not None:
-        errors = [_shown(findings.of_file)]
+    errors = findings.errors_shown(is_skipping=is_skipping)
     if errors:
         _fail(work, task, errors)
         return False
     return _begin(work, task, batch, findings)
 
 
-def _read_all(work: Work, task: ControlTask, batch: Batch, path: str, is_skipping: bool) -> _Findings | None:
+def _read_all(work: Work, task: ControlTask, batch: Batch, path: str, is_skipping: bool) -> Findings | None:
     """Every line checked. None when the batch left `validating` meanwhile."""
     validator = FileValidator(
         endpoint=batch.endpoint,
@@ -98,10 +88,10 @@ def _read_all(work: Work, task: ControlTask, batch: Batch, path: str, is_skippin
         max_lines=work.settings.max_lines,
         model_policy=batch.model_policy,
     )
-    findings = _Findings()
+    findings = Findings()
     raw_lines = iter_lines(work.blobs.read(path), limit_bytes=work.settings.max_line_bytes)
     for number, chunk in enumerate(chunks_of(raw_lines)):
-        refused = _check_chunk(validator, chunk, findings)
+        refused = [error for error in check_lines(validator, chunk, findings) if isinstance(error, LineError)]
         if not _keep_errors(work, task, batch, refused if is_skipping else [], is_first=number == 0):
             return None
         if findings.of_file is not None:
@@ -109,24 +99,6 @@ def _read_all(work: Work, task: ControlTask, batch: Batch, path: str, is_skippin
     findings.lines = validator.lines
     findings.of_file = findings.of_file or validator.finish()
     return findings
-
-
-def _check_chunk(validator: FileValidator, chunk: list[RawLine], findings: _Findings) -> list[LineError]:
-    refused = []
-    for raw in chunk:
-        checked = validator.check(raw)
-        if isinstance(checked, ParsedLine):
-            if len(findings.models) < 2:
-                findings.models.add(checked.model)
-            continue
-        findings.refused += 1
-        if len(findings.shown) < _MAX_SHOWN_ERRORS:
-            findings.shown.append(checked)
-        if checked.code in _FILE_CODES:
-            findings.of_file = checked
-            break
-        refused.append(checked)
-    return refused
 
 
 def _keep_errors(work: Work, task: ControlTask, batch: Batch, refused: list[LineError], *, is_first: bool) -> bool:
@@ -146,7 +118,7 @@ def _keep_errors(work: Work, task: ControlTask, batch: Batch, refused: list[Line
     return work.database.run(keep)
 
 
-def _begin(work: Work, task: ControlTask, batch: Batch, findings: _Findings) -> bool:
+def _begin(work: Work, task: ControlTask, batch: Batch, findings: Findings) -> bool:
     """validating -> in_progress with the total, or failed over the tenant's quota; False when pass 2 has no place."""
     model = next(iter(findings.models)) if len(findings.models) == 1 else None
     limit = work.settings.max_queued_lines
@@ -186,19 +158,6 @@ def _fail(work: Work, task: ControlTask, errors: list[dict[str, Any]]) -> None:
 def _served(work: Work, endpoint: str, name: str) -> str | None:
     model = work.models.resolve(name)
     return model.name if model is not None and endpoint in model.endpoints else None
-
-
-def _shown(error: LineError) -> dict[str, Any]:
-    line = None if error.code == LineCode.EMPTY_BATCH else error.line_no
-    return {"code": error.code.value, "line": line, "message": error.message, "param": error.param}
-
-
-def _errors_shown(findings: _Findings) -> list[dict[str, Any]]:
-    shown = [_shown(error) for error in findings.shown]
-    if findings.refused > len(shown):
-        message = f"The file has more errors; the first {len(shown)} are shown."
-        shown.append({"code": "too_many_errors", "line": None, "message": message, "param": None})
-    return shown
 
 
 def _missing_file() -> dict[str, Any]:

@@ -8,7 +8,7 @@ was paused at that moment) is read again. A dispatcher that takes over starts wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -90,8 +90,13 @@ class LiveBacklog:
     def _forget_stopped(self, open_batches: dict[str, OpenBatch]) -> None:
         for (batch_id, model), source in list(self._sources.items()):
             found = open_batches.get(batch_id)
-            if found is None or found.priority != source.batch.priority:
+            if found is None or found.order != source.batch.order:
                 self._forget(batch_id, model)
+
+    def forget_batches(self, batch_ids: Collection[str]) -> None:
+        """Jobs of theirs that were bound are not bound any more (a pause): the next pass reads these batches anew."""
+        for batch_id, model in [key for key in self._sources if key[0] in batch_ids]:
+            self._forget(batch_id, model)
 
     def _forget(self, batch_id: str, model: str) -> None:
         """The next pass reads the batch from its beginning, if it is open then."""

@@ -81,6 +81,8 @@ def read_input(
         lines = _counted(chain([first], lines), on_progress)
         if _kind_of(first, name) is InputKind.TRACE:
             return _read_trace(lines, name, block_size=block_size, id_tokens=trace_block_size)
+        if trace_block_size is not None:
+            raise InputRefused(f"{name} is a batch file: --trace-block-size is for traces only.")
         return _BatchReader(settings, name, model, block_size).read(first, lines)
 
 
@@ -164,7 +166,9 @@ def _physical_lines(lines: Iterable[RawLine], name: str) -> Iterator[bytes]:
 
 
 @dataclass(slots=True)
-class _Columns:
+class Columns:
+    """The jobs of one model, as they are read; nothing of a body is kept."""
+
     lines: list[int] = field(default_factory=list)  # from 0
     keyed: list[Keyed] = field(default_factory=list)
     body_bytes: list[int] = field(default_factory=list)
@@ -204,7 +208,7 @@ class _BatchReader:
         validator = FileValidator(
             endpoint=endpoint, known_models=lambda name: self._served(endpoint, name), max_lines=sys.maxsize
         )
-        columns = _Columns()
+        columns = Columns()
         for chunk in chunks_of(lines):
             parsed = [self._checked(validator, raw) for raw in chunk]
             requests = [

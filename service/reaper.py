@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from service.broker import Publisher
 from service.errors import BrokerUnreachable
 from service.settings import Settings
-from service.store import control, dispatching, instances, results
+from service.store import control, dispatching, instances, results, webhooks
 from service.store.dispatching import Message
 from service.store.session import Database
 
@@ -108,7 +108,9 @@ class Reaper:
         self._send(self._database.run(work))
 
     def _control_hints(self) -> None:
-        self._send(self._database.run(lambda conn: control.unpublished_tasks(conn, self._settings.sweep_seconds)))
+        seconds = self._settings.sweep_seconds
+        self._send(self._database.run(lambda conn: control.unpublished_tasks(conn, seconds)))
+        self._send(self._database.run(lambda conn: webhooks.due_webhooks(conn, seconds)))
 
     def _send(self, task_ids: list[int]) -> None:
         sent = []

@@ -104,7 +104,31 @@ class Settings:
     job_timeout_seconds: float = _setting(
         "TRUNKLINE_JOB_TIMEOUT_SECONDS", 600.0, "How long an engine may take over one job."
     )
+    answer_seconds: float = _setting(
+        "TRUNKLINE_ANSWER_SECONDS",
+        590.0,
+        "How long a call of chat completions, completions or embeddings may wait and run before it is answered 504; a "
+        "little less than the 600 s that the openai SDK waits.",
+    )
+    relay_silence_seconds: float = _setting(
+        "TRUNKLINE_RELAY_SILENCE_SECONDS",
+        10.0,
+        "A streamed answer that no API process has acknowledged for this long is relayed no further; it is recorded.",
+    )
     job_tries: int = _setting("TRUNKLINE_JOB_TRIES", 4, "Tries of a job whose engine answers 408, 429 or 5xx.")
+    webhooks_retry_seconds: float = _setting(
+        "TRUNKLINE_WEBHOOKS_RETRY_SECONDS",
+        10.0,
+        "When a webhook that failed is sent again; each further wait is 8 times the one before, and 5 tries are made.",
+    )
+    webhooks_timeout_seconds: float = _setting(
+        "TRUNKLINE_WEBHOOKS_TIMEOUT_SECONDS", 15.0, "How long a receiver of webhooks may take to answer."
+    )
+    webhooks_allow_private: bool = _setting(
+        "TRUNKLINE_WEBHOOKS_ALLOW_PRIVATE",
+        False,
+        "on: webhooks may go to private and loopback addresses; off: only to servers on the internet.",
+    )
     engine_start_seconds: float = _setting(
         "TRUNKLINE_ENGINE_START_SECONDS", 900.0, "How long an engine may take to load."
     )
@@ -202,9 +226,20 @@ def _parse(env: str, raw: str, kind: type) -> object:
     try:
         if kind is Path:
             return Path(raw).expanduser().absolute()
+        if kind is bool:
+            return _parse_switch(raw)
         return kind(raw)
     except ValueError as error:
-        raise SettingError(f"{env} is {raw!r}; a {kind.__name__} was expected.") from error
+        expected = "on or off" if kind is bool else f"a {kind.__name__}"
+        raise SettingError(f"{env} is {raw!r}; {expected} was expected.") from error
+
+
+def _parse_switch(raw: str) -> bool:
+    """Raises ValueError for what is neither: bool("off") would be True."""
+    words = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    if raw.lower() not in words:
+        raise ValueError(raw)
+    return words[raw.lower()]
 
 
 def describe_settings() -> list[tuple[str, str, str, bool]]:
@@ -212,6 +247,8 @@ def describe_settings() -> list[tuple[str, str, str, bool]]:
     rows = []
     for spec in fields(Settings):
         default = "" if spec.default is None or spec.default is MISSING else str(spec.default)
+        if isinstance(spec.default, bool):
+            default = "on" if spec.default else "off"
         rows.append((spec.metadata["env"], default, spec.metadata["help"], spec.metadata["secret"]))
     return rows
 

@@ -8,6 +8,7 @@ from service.core.model import BatchStatus, LineErrorCode, Outcome
 from service.export import CANCELLED, EXPIRED, export_batch
 from service.store import batches, control, outputs, results
 from service.store.batches import Batch
+from service.store.changes import lock_due
 from service.store.control import ControlTask
 from service.work import Work
 
@@ -36,12 +37,12 @@ def run_cancel(work: Work, task: ControlTask) -> None:
 def run_expire(work: Work, task: ControlTask) -> None:
     """The handler of EXPIRE: every line without a result ends, those in flight too; both files, then expired."""
 
-    def stop_intake(conn: sa.Connection) -> None:
+    def stop_intake(conn: sa.Connection) -> Batch | None:
+        """Behind a chunk of intake under way, and behind a PATCH that moves the deadline: it may be later by now."""
         work.hold(conn, task)
-        outputs.lock_batch(conn, task.subject)
+        return batches.load_batch(conn, task.subject) if lock_due(conn, task.subject) else None
 
-    work.database.run(stop_intake)
-    batch = _load(work, task)
+    batch = work.database.run(stop_intake)
     if batch is None or batch.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
         work.database.run(lambda conn: control.finish_task(conn, task))
         return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
+from service.courier import Courier
 from service.errors import TrunklineError
 from service.fleet import Models
 from service.settings import Settings
@@ -30,6 +31,7 @@ class Work:
     blobs: Blobs
     models: Models
     tokenizing: Tokenizing
+    courier: Courier = field(default_factory=Courier)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def pause(self) -> None:

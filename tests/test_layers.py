@@ -42,6 +42,7 @@ RANKS = {
     "service.cli_fit": SURFACE,
     "service.cli_keys": SURFACE,
     "service.cli_plan": SURFACE,
+    "service.cli_webhooks": SURFACE,
     "service.demo": SURFACE,
     "service.demo_files": SURFACE,
     "service.demo_report": SURFACE,
@@ -59,7 +60,7 @@ SQL_TEXT = re.compile(
     r"\b(select\s.+\sfrom|insert\s+into|update\s+\w+\s+set|delete\s+from|create\s+table)\s", re.I | re.S
 )
 SQL_HOMES = ("service/store/", "migrations/")
-CELERY_HOMES = {"service/broker.py", "service/celery_app.py"}
+CELERY_HOMES = {"service/broker.py", "service/relay.py", "service/celery_app.py"}
 
 
 @dataclass(frozen=True, slots=True)

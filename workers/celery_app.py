@@ -20,6 +20,7 @@ from service.settings import Settings, read_settings
 from service.store.session import DATABASE_AWAY, Database, first_line
 from service.tokenizing import Tokenizing
 from workers.owner import InstanceOwner
+from workers.streams import Streams
 from workers.tasks import register
 
 
@@ -59,6 +60,7 @@ def _build() -> Celery:
         model=models.by_name[instance.model],
         database=database,
         tokenizing=Tokenizing(models, default_output_tokens=settings.default_output_tokens),
+        streams=Streams(connections.broker_url, instance.name, silence_seconds=settings.relay_silence_seconds),
     )
     register(app, owner.run_cohort)
     app.steps["worker"].add(_engine_step(app, owner, database))

@@ -7,12 +7,13 @@ import functools
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from service.core.model import Outcome, Priority
 from service.store.cohorts import Claim, ClaimedJob
-from workers.engines.base import Engine, EngineGone, EngineReply, EngineRequest, EngineTimeout
+from workers.engines.base import Engine, EngineGone, EngineReply, EngineRequest, EngineTimeout, EventSink
+from workers.streams import Streams
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +160,7 @@ class Feeder:
     admission: Admission
     timeout_seconds: float
     death_seconds: float = _DEATH_SECONDS
+    streams: Streams | None = None  # None: no answer is relayed, only recorded
     _flights: dict[Waiting, _Flight] = field(default_factory=dict)
     _later: dict[Waiting, asyncio.TimerHandle] = field(default_factory=dict)
     _suspects: set[Waiting] = field(default_factory=set)  # to be fed again after they failed as in a death
@@ -290,12 +292,22 @@ class Feeder:
 
     async def _submit(self, item: Waiting) -> Ending:
         try:
-            reply = await self.engine.submit(self._request(item))
+            reply = await self._ask(item)
         except EngineTimeout:
             return TimedOut()
         except EngineGone:
             return await self._unless_dying(Disconnected())
         return reply if reply.status_code < 500 else await self._unless_dying(reply)
+
+    def _ask(self, item: Waiting) -> Awaitable[EngineReply]:
+        request = self._request(item)
+        if item.job.stream_to is None or self.streams is None:
+            return self.engine.submit(request)
+
+        def streamed(events: EventSink) -> Awaitable[EngineReply]:
+            return self.engine.submit(replace(request, events=events))
+
+        return self.streams.relay(item.job.stream_to, streamed)
 
     async def _unless_dying(self, ending: Ending) -> Ending:
         """`ending`, or Crashed: an engine whose core died answers 500 to all that it has, and only then exits."""

@@ -27,6 +27,7 @@ from workers.engines.make import make_engine
 from workers.feeder import Admission, Feeder
 from workers.life import Life
 from workers.runs import Runs
+from workers.streams import Streams
 from workers.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,16 @@ class Lives:
     its engine ran on is followed by a new boot of the same engine."""
 
     def __init__(
-        self, *, settings: Settings, instance: Instance, model: Model, database: Database, tokenizing: Tokenizing
+        self,
+        *,
+        settings: Settings,
+        instance: Instance,
+        model: Model,
+        database: Database,
+        tokenizing: Tokenizing,
+        streams: Streams | None = None,
     ) -> None:
+        self._streams = streams
         self._settings = settings
         self._instance = instance
         self._model = model
@@ -128,7 +137,12 @@ class Lives:
             kv_capacity_tokens=facts.kv_capacity_tokens,
             max_model_len=facts.max_model_len,
         )
-        feeder = Feeder(engine=engine, admission=admission, timeout_seconds=self._settings.job_timeout_seconds)
+        feeder = Feeder(
+            engine=engine,
+            admission=admission,
+            timeout_seconds=self._settings.job_timeout_seconds,
+            streams=self._streams,
+        )
         return Life(
             boot_id=boot_id,
             engine=engine,

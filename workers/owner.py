@@ -8,10 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from service.broker import instance_queue
+from service.core.model import Outcome
 from service.errors import TrunklineError
 from service.fleet import Instance, Model
 from service.settings import Settings
@@ -22,6 +23,7 @@ from workers.lives import Lives
 from workers.presence import Presence, Pulse, Standing
 from workers.runner import CohortRun
 from workers.runs import Runs, Turnstile
+from workers.streams import Streams
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +41,28 @@ class InstanceOwner:
     """Start it once, hand in cohorts from any number of threads, stop it once."""
 
     def __init__(
-        self, *, settings: Settings, instance: Instance, model: Model, database: Database, tokenizing: Tokenizing
+        self,
+        *,
+        settings: Settings,
+        instance: Instance,
+        model: Model,
+        database: Database,
+        tokenizing: Tokenizing,
+        streams: Streams | None = None,
     ) -> None:
+        """`streams`: None where no answer is relayed while it comes."""
         self._settings = settings
         self._name = instance.name
         self._database = database
-        self._lives = Lives(settings=settings, instance=instance, model=model, database=database, tokenizing=tokenizing)
+        self._streams = streams
+        self._lives = Lives(
+            settings=settings,
+            instance=instance,
+            model=model,
+            database=database,
+            tokenizing=tokenizing,
+            streams=streams,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._presence = Presence(database, settings, self)
@@ -59,6 +77,8 @@ class InstanceOwner:
         """Return once the engine answers and its boot is ready. Raises TrunklineError, with nothing left behind."""
         self._thread.start()
         self._presence.start()
+        if self._streams is not None:
+            self._streams.start(self._loop, self._cancel)
         task: list[asyncio.Task[None]] = []
 
         async def first() -> None:
@@ -168,9 +188,17 @@ class InstanceOwner:
             self.drain()
         with self._drain_lock:  # a drain that a signal began
             self._presence.stop()
+            if self._streams is not None:
+                self._streams.stop()
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+
+    def _cancel(self, job_ids: Sequence[int]) -> None:
+        """Their clients have gone away. On the loop; their rows say so too, for where this comes too early."""
+        life = self._lives.current
+        if life is not None:
+            life.feeder.abort(dict.fromkeys(job_ids, Outcome.CANCELLED))
 
     async def _supervise(self) -> None:
         try:

@@ -26,6 +26,10 @@ _COLUMNS = (
 def upgrade() -> None:
     for table, name, kind in _COLUMNS:
         op.add_column(table, sa.Column(name, kind()))
+    op.add_column(
+        "batch_progress", sa.Column("measured_prompt_tokens", sa.BigInteger(), server_default="0", nullable=False)
+    )
+    op.execute("update batch_progress set measured_prompt_tokens = prompt_tokens")  # nobody counted them apart before
     op.create_table(
         "webhook_event",
         sa.Column("id", sa.Text(), nullable=False),
@@ -46,5 +50,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("webhook_event")
+    op.drop_column("batch_progress", "measured_prompt_tokens")
     for table, name, _ in reversed(_COLUMNS):
         op.drop_column(table, name)

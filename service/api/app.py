@@ -7,9 +7,24 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from service.api import batches, errors, files, health, jobs, metrics, models, results
+from service.api import (
+    batch_actions,
+    batches,
+    errors,
+    files,
+    health,
+    jobs,
+    metrics,
+    models,
+    report,
+    requests,
+    results,
+    transparent,
+)
 from service.api.auth import check_reachable_with_key
 from service.api.context import Context
+from service.api.hub import RelayHub
+from service.api.openapi import document
 from service.api.scope import RequestScope
 from service.api.waiting import JobWaiter
 from service.broker import CONTROL_QUEUE, Publisher, make_app
@@ -22,6 +37,9 @@ from service.store.blobs import Blobs
 from service.store.session import Database
 from service.tokenizing import Tokenizing
 
+# Each has a `router`. The order matters: /v1/batches/plan goes before /v1/batches/{batch_id}.
+PARTS = (files, batches, batch_actions, requests, report, results, jobs, transparent, models, health, metrics, document)
+
 
 def create_app(
     settings: Settings,
@@ -33,14 +51,17 @@ def create_app(
 ) -> FastAPI:
     """The application over what it is given; nothing is opened before it starts."""
     waiter = JobWaiter(database)
+    relay = RelayHub(connections.broker_url)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         waiter.start()
+        relay.start()
         yield
+        await relay.stop()
         await waiter.stop()
 
-    # No generated pages: they know nothing of the codes, and load scripts from elsewhere.
+    # No generated document: it would know nothing of the codes; `service.api.openapi` is written by hand.
     app = FastAPI(lifespan=lifespan, redirect_slashes=False, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.context = Context(
         settings=settings,
@@ -50,11 +71,12 @@ def create_app(
         blobs=blobs,
         tokenizing=Tokenizing(models_, default_output_tokens=settings.default_output_tokens),
         waiter=waiter,
+        relay=relay,
     )
     app.state.metrics = metrics.Metrics()
     errors.install(app)
     app.add_middleware(RequestScope)
-    for part in (files, batches, results, jobs, models, health, metrics):
+    for part in PARTS:
         app.include_router(part.router)
     return app
 

@@ -67,20 +67,20 @@ async def create_batch(request: Request, tenant: Caller, background: BackgroundT
 
 def _create(context: Context, tenant: Tenant, raw: bytes, repeats: Repeats) -> tuple[int | None, Response]:
     body = parse_object(raw)
-    new = _new_batch(body, context.settings)
+    new = new_batch_of(body, context.settings)
     with context.database.transaction() as conn:
         wanted_id = new_id(conn, BATCH_PREFIX)
         batch_id = repeats.claim(conn, tenant.id, body, wanted_id)
         if batch_id != wanted_id:
             return None, _answer(conn, tenant, batch_id)
-        _check_input(conn, context, tenant, new.input_file_id)
+        check_input(conn, context, tenant, new.input_file_id)
         check_quota(conn, context, tenant)
         batch = batches.create_batch(conn, tenant.id, new, batch_id)
         task_id = create_task(conn, TaskKind.INTAKE, batch.id)
     return task_id, json_answer(batch_object(batch, Progress(), Activity()))
 
 
-def _new_batch(body: JsonObject, settings: Settings) -> NewBatch:
+def new_batch_of(body: JsonObject, settings: Settings) -> NewBatch:
     """The create body, judged. Raises ApiError for the first thing that is wrong."""
     required(body, "input_file_id", "endpoint", "completion_window")
     input_file_id, endpoint, window = (text(body, name) for name in ("input_file_id", "endpoint", "completion_window"))
@@ -92,7 +92,7 @@ def _new_batch(body: JsonObject, settings: Settings) -> NewBatch:
         endpoint=endpoint,
         input_file_id=input_file_id,
         completion_window=window,
-        window_seconds=_window_seconds(window, settings.max_window_days),
+        window_seconds=window_seconds_of(window, settings.max_window_days),
         metadata=metadata,
         priority=Priority[choices["priority"].upper()],
         on_invalid_line=choices["on_invalid_line"],
@@ -117,7 +117,15 @@ def _choices(body: JsonObject) -> dict[str, str]:
     return chosen
 
 
-def _window_seconds(window: str, max_days: int) -> int:
+def priority_of(value: object) -> Priority:
+    """Raises ApiError for what is no class of a batch."""
+    if value not in _CHOICES["priority"]:
+        raise invalid_value("queue.priority", f"queue.priority must be one of {', '.join(_CHOICES['priority'])}.")
+    return Priority[str(value).upper()]
+
+
+def window_seconds_of(window: str, max_days: int) -> int:
+    """Raises ApiError for a completion_window that is none, or too long."""
     match = _WINDOW.fullmatch(window)
     seconds = int(match.group(1)) * _UNIT_SECONDS[match.group(2)] if match else 0
     if not 0 < seconds <= max_days * 86_400:
@@ -126,7 +134,7 @@ def _window_seconds(window: str, max_days: int) -> int:
     return seconds
 
 
-def _check_input(conn: sa.Connection, context: Context, tenant: Tenant, file_id: str) -> None:
+def check_input(conn: sa.Connection, context: Context, tenant: Tenant, file_id: str) -> None:
     """The file is there, ours, of the right purpose, and its bytes can be read. Raises ApiError, StoreFailed."""
     file = files.get_file(conn, tenant.id, file_id, keep=True) if is_id(FILE_PREFIX, file_id) else None
     if file is None:
@@ -184,8 +192,12 @@ def find_batch(conn: sa.Connection, tenant: Tenant, batch_id: str) -> Batch:
     return batch
 
 
+def object_of(conn: sa.Connection, batch: Batch) -> dict[str, Any]:
+    return _objects(conn, [batch])[0]
+
+
 def _answer(conn: sa.Connection, tenant: Tenant, batch_id: str) -> Response:
-    return json_answer(_objects(conn, [find_batch(conn, tenant, batch_id)])[0])
+    return json_answer(object_of(conn, find_batch(conn, tenant, batch_id)))
 
 
 def _objects(conn: sa.Connection, found: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from service.api.hub import RelayHub
 from service.api.waiting import JobWaiter
 from service.broker import Publisher
 from service.errors import BrokerUnreachable
@@ -30,6 +32,9 @@ class Context:
     blobs: Blobs
     tokenizing: Tokenizing
     waiter: JobWaiter
+    relay: RelayHub
+    # One uploaded file is validated at a time: it is Python at work, and every other request shares its core.
+    judging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     def hint(self, task_id: int) -> None:
         """Tell control that a task waits. A broker that is down is no error: the sweeper publishes it again."""

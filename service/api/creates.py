@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from starlette.requests import Request
 
 from service.api.inputs import JsonObject, idempotency_key_of
-from service.store.idempotency import claim_key, claim_unkeyed, digest
+from service.store.idempotency import claim_key, claim_unkeyed, digest, repoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,10 @@ class Repeats:
         if self.key is not None:
             return claim_key(conn, tenant_id, self.key, body_sha256, new_id)
         return claim_unkeyed(conn, tenant_id, body_sha256, new_id, is_retry=bool(self.retry_count))
+
+    def point_to(self, conn: sa.Connection, tenant_id: int, body: JsonObject, new_id: str) -> None:
+        """After `claim`, in its transaction: from now on this create led to `new_id`."""
+        repoint(conn, tenant_id, self.key, digest(self.path, body), new_id)
 
 
 def repeats_of(request: Request) -> Repeats:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from service.api import validate
 from service.api.answers import json_answer, page_answer
 from service.api.auth import Caller
 from service.api.context import Context, context_of
@@ -34,6 +36,7 @@ _MAX_LIMIT = 10_000
 async def upload_file(request: Request, tenant: Caller) -> Response:
     context = context_of(request)
     limit_bytes = context.settings.max_file_bytes
+    is_judged = validate.is_asked(request)
     parser = UploadParser(request.headers.get("content-type", ""), max_file_bytes=limit_bytes)
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit_bytes + FORM_BYTES:
@@ -41,11 +44,11 @@ async def upload_file(request: Request, tenant: Caller) -> Response:
     writer = await run_in_threadpool(context.blobs.writer, new_blob_path("input"))
     try:
         await _receive(request, parser, writer)
-        expires_after_seconds = _check_form(parser, writer.bytes)
-        file = await run_in_threadpool(_keep, context, tenant, parser, writer, expires_after_seconds)
+        _check_form(parser, writer.bytes)
+        async with context.judging if is_judged else nullcontext():
+            return await run_in_threadpool(_keep, context, tenant, parser, writer, is_judged)
     finally:
         await run_in_threadpool(writer.discard)
-    return json_answer(file_object(file))
 
 
 async def _receive(request: Request, parser: UploadParser, writer: BlobWriter) -> None:
@@ -57,8 +60,8 @@ async def _receive(request: Request, parser: UploadParser, writer: BlobWriter) -
     await run_in_threadpool(writer.write, parser.take())
 
 
-def _check_form(parser: UploadParser, size: int) -> int | None:
-    """The upload's errors, in the contract's order; the seconds until it expires."""
+def _check_form(parser: UploadParser, size: int) -> None:
+    """The upload's errors, in the contract's order."""
     if parser.filename is None:
         raise missing("file")
     purpose = parser.fields.get("purpose")
@@ -70,10 +73,11 @@ def _check_form(parser: UploadParser, size: int) -> int | None:
         raise ApiError(400, "invalid_file_format", "The file's name must end in .jsonl.", param="file")
     if size == 0:
         raise ApiError(400, "empty_file", "The file is empty.", param="file")
-    return _expiry(parser.fields)
+    _expiry(parser.fields)
 
 
 def _expiry(fields: dict[str, str]) -> int | None:
+    """Seconds from now until the file expires; None for never."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -81,23 +85,23 @@ def _expiry(fields: dict[str, str]) -> int | None:
     return checked_expiry("expires_after", anchor, int(seconds) if seconds and is_number else None)
 
 
-def _keep(
-    context: Context, tenant: Tenant, parser: UploadParser, writer: BlobWriter, expires_after_seconds: int | None
-) -> File:
+def _keep(context: Context, tenant: Tenant, parser: UploadParser, writer: BlobWriter, is_judged: bool) -> Response:
     blob = writer.publish()
     try:
+        report = validate.judge(context, blob.path) if is_judged else None
         with context.database.transaction() as conn:
-            return files.create_file(
+            file = files.create_file(
                 conn,
                 tenant_id=tenant.id,
                 filename=safe_filename(parser.filename or ""),
                 purpose=Purpose.BATCH,
                 blob=blob,
-                expires_after_seconds=expires_after_seconds,
+                expires_after_seconds=_expiry(parser.fields),
             )
     except BaseException:
         context.blobs.delete(blob.path)  # no row names it
         raise
+    return json_answer(file_object(file)) if report is None else validate.report_answer(file_object(file), report)
 
 
 @router.get("")

@@ -100,7 +100,7 @@ def _queue(batch: Batch, progress: Progress, activity: Activity) -> dict[str, An
         "eta_seconds": None,
         "position": None,
         "cache": {
-            "prompt_tokens": progress.prompt_tokens,
+            "prompt_tokens": progress.measured_prompt_tokens,
             "cached_tokens": progress.cached_tokens,
             "predicted_cached_tokens": progress.predicted_cached_tokens,
             "bound_tokens": batch.bound_tokens,
@@ -129,7 +129,7 @@ def job_object(job: Single) -> dict[str, Any]:
             "miss_cause": job.miss_cause,
         },
         "response": _response(job),
-        "error": _error(job),
+        "error": job_error(job),
         "metadata": job.metadata,
     }
 
@@ -157,7 +157,7 @@ def _response(job: Single) -> dict[str, Any] | None:
     return {"status_code": job.status_code, "request_id": line_id(job.id), "body": body}
 
 
-def _error(job: Single) -> dict[str, Any] | None:
+def job_error(job: Single) -> dict[str, Any] | None:
     """As in a result line: only of a job that no engine answered."""
     if job.status_code is not None or job.status in (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.SUCCEEDED):
         return None

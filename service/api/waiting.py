@@ -64,6 +64,17 @@ class JobWaiter:
                 if not self._events[public_id]:
                     del self._events[public_id]
 
+    @property
+    def callers(self) -> int:
+        """How many of this process wait."""
+        with self._lock:
+            return sum(map(len, self._events.values()))
+
+    def is_watched(self, public_id: str) -> bool:
+        """Whether anybody of this process waits for that job."""
+        with self._lock:
+            return public_id in self._events
+
     def _end(self) -> None:
         try:
             with self._database.transaction() as conn:

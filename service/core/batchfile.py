@@ -78,6 +78,12 @@ class LineError:
     line_no: int | None = None
 
 
+def error_entry(error: LineError) -> dict[str, Any]:
+    """The error as `errors.data` of a batch shows it."""
+    line = None if error.code == LineCode.EMPTY_BATCH else error.line_no
+    return {"code": error.code.value, "line": line, "message": error.message, "param": error.param}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedLine:
     """One valid request. `body` and `body_bytes` (UTF-8 JSON) are the client's, less SERVER_OWNED_KEYS."""

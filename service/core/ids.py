@@ -10,6 +10,7 @@ FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
 JOB_PREFIX = "job_"
 LINE_PREFIX = "batch_req_"
+EVENT_PREFIX = "evt_"
 
 _TAIL = re.compile(r"[0-9a-f]{32}", re.ASCII)
 

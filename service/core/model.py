@@ -94,6 +94,7 @@ class TaskKind(StrEnum):
     EXPORT = "export"  # write both files, end the batch
     CANCEL = "cancel"  # end the lines that do not run, then what remains, then export
     EXPIRE = "expire"  # the same at the deadline
+    DELETE = "delete"  # remove the rows of a batch that its producer deleted, in chunks, the batch's own last
     WEBHOOK = "webhook"  # tell a tenant's server that a batch or a job has ended
 
 
@@ -101,7 +102,7 @@ class TaskState(StrEnum):
     READY = "ready"  # whoever creates it; the control worker after an error, or to come back later
     RUNNING = "running"  # a control worker, under a lease; an expired one may be claimed again
     DONE = "done"  # the control worker
-    DEAD = "dead"  # the control worker, after 8 failures; its batch is failed
+    DEAD = "dead"  # the control worker, after 8 failures; its batch is failed, its webhook given up
 
 
 class MissCause(StrEnum):

@@ -13,6 +13,15 @@ _TYPES = {
     403: "permission_error",
     429: "rate_limit_error",
 }
+# Of a line that no engine answered, where nobody said more.
+DEFAULT_MESSAGES = {
+    LineErrorCode.BATCH_EXPIRED: "The batch expired before this line was answered.",
+    LineErrorCode.BATCH_CANCELLED: "The batch was cancelled before this line was answered.",
+    LineErrorCode.REQUEST_TIMEOUT: "The engine did not answer in time.",
+    LineErrorCode.ENGINE_CRASH: "The engine died each time it worked on this line.",
+    LineErrorCode.WORKER_LOST: "The worker that held this line was lost.",
+    LineErrorCode.SKIPPED_INVALID_LINE: "The line is invalid and was skipped.",
+}
 
 
 def answer_line(*, line_id: str, custom_id: str | None, status_code: int, request_id: str, body: bytes) -> bytes:

@@ -94,6 +94,7 @@ class _Sequence:
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     computed_tokens: int = 0
+    ends_at: int | None = None  # the step that makes the last token; None until the prompt is computed
     aborted: bool = False
 
 
@@ -164,6 +165,13 @@ class SimulatedEngineCore:
         self._running -= 1
         self.cache.release(sequence.blocks)
         return True
+
+    def made_tokens(self, job_id: int) -> int:
+        """Output tokens that a job has so far; 0 for one that is not here."""
+        sequence = self._sequences.get(job_id)
+        if sequence is None or sequence.ends_at is None:
+            return 0
+        return self._made(sequence, sequence.ends_at)
 
     def step(self, *, leap: bool = False, horizon_seconds: float = math.inf) -> StepReport:
         """One engine step; with `leap`, as many as pass before anything but decoding can happen, but none that begins
@@ -264,6 +272,7 @@ class SimulatedEngineCore:
                 still.append(sequence)
                 continue
             ends_at = self._steps + max(sequence.job.output_tokens, 1) - 1
+            sequence.ends_at = ends_at
             heapq.heappush(self._decoding, (ends_at, sequence.arrival, sequence))
             self._context_tokens += sequence.job.prompt_tokens + 1
         self._prefilling = still

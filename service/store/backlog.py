@@ -39,6 +39,12 @@ class OpenBatch:
     seconds_left: float  # until its deadline
     intake_done: bool
     intake_line: int  # the last line that intake has taken in
+    expires_at: datetime
+
+    @property
+    def order(self) -> tuple[int, datetime]:
+        """What its place in the backlog was made from; where a PATCH changed it, the place is another one."""
+        return self.priority, self.expires_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +100,7 @@ def open_batches(conn: sa.Connection, least_lines: int) -> list[OpenBatch]:
     seconds_left = sa.cast(func.extract("epoch", batch.c.expires_at - func.now()), sa.Double)
     rows = conn.execute(
         sa.select(batch.c.id, batch.c.tenant_id, tenant.c.weight, batch.c.priority, seconds_left.label("seconds_left"))
-        .add_columns(batch.c.intake_done, batch.c.intake_line)
+        .add_columns(batch.c.intake_done, batch.c.intake_line, batch.c.expires_at)
         .join(tenant, tenant.c.id == batch.c.tenant_id)
         .where(batch.c.status == BatchStatus.IN_PROGRESS, ~batch.c.paused, is_whole)
         .order_by(batch.c.expires_at, batch.c.id)

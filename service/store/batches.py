@@ -12,7 +12,9 @@ import sqlalchemy as sa
 from service.core.ids import BATCH_PREFIX
 from service.core.lifecycle import sources_of
 from service.core.model import TERMINAL_BATCH_STATUSES, BatchStatus, CohortState, Priority
+from service.store import webhooks
 from service.store.clock import new_id
+from service.store.deleting import IS_DELETED
 from service.store.tables import batch, batch_progress, cohort, job, job_result
 
 OPEN_STATUSES = [status for status in BatchStatus if status not in TERMINAL_BATCH_STATUSES]
@@ -88,7 +90,8 @@ class Progress:
     predicted_cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    lines_unknown: int = 0
+    measured_prompt_tokens: int = 0  # of the lines that say how many were cached
+    lines_unknown: int = 0  # those that do not
 
     @property
     def ended(self) -> int:
@@ -140,8 +143,9 @@ def create_batch(conn: sa.Connection, tenant_id: int, new: NewBatch, batch_id: s
 
 
 def get_batch(conn: sa.Connection, tenant_id: int, batch_id: str) -> Batch | None:
-    """None for an id that is not there, and for another tenant's."""
-    row = conn.execute(sa.select(batch).where(batch.c.id == batch_id, batch.c.tenant_id == tenant_id)).first()
+    """None for an id that is not there or deleted, and for another tenant's."""
+    statement = sa.select(batch).where(batch.c.id == batch_id, batch.c.tenant_id == tenant_id, ~IS_DELETED)
+    row = conn.execute(statement).first()
     return None if row is None else _batch(row)
 
 
@@ -153,7 +157,7 @@ def load_batch(conn: sa.Connection, batch_id: str) -> Batch | None:
 
 def list_batches(conn: sa.Connection, tenant_id: int, *, after: str | None, limit: int) -> list[Batch]:
     """Newest first. Ids sort by time, so a cursor still works when its batch is gone."""
-    statement = sa.select(batch).where(batch.c.tenant_id == tenant_id)
+    statement = sa.select(batch).where(batch.c.tenant_id == tenant_id, ~IS_DELETED)
     if after is not None:
         statement = statement.where(batch.c.id < after)
     rows = conn.execute(statement.order_by(batch.c.id.desc()).limit(limit))
@@ -164,13 +168,17 @@ def move_batch(conn: sa.Connection, batch_id: str, to: BatchStatus, **columns: o
     """The one way a batch changes status: to `to`, from wherever an arrow leads there, its clock set to now.
 
     `columns` are set in the same UPDATE. False: no arrow leads from the status it has now, and nothing was written.
+    The webhook of an end is written with it.
     """
     statement = (
         sa.update(batch)
         .where(batch.c.id == batch_id, batch.c.status.in_(sources_of(to)))
         .values({"status": to, f"{to.value}_at": sa.func.now(), **columns})
     )
-    return conn.execute(statement).rowcount == 1
+    has_moved = conn.execute(statement).rowcount == 1
+    if has_moved and to.is_terminal:
+        webhooks.announce_batch(conn, batch_id, to)
+    return has_moved
 
 
 def request_cancel(conn: sa.Connection, batch_id: str) -> bool:

@@ -45,6 +45,7 @@ class ClaimedJob:
     tries: int
     crashes: int
     queued_ms: int
+    stream_to: str | None = None  # where its answer is relayed while it comes
 
 
 def claim(
@@ -115,6 +116,7 @@ _CLAIMED = [
     func.coalesce(job.c.first_of_group, sa.false()).label("first_of_group"),
     job.c.tries,
     job.c.crashes,
+    job.c.stream_to,
     sa.cast(func.least(_MAX_INT, func.greatest(0, _QUEUED_MS)), sa.Integer).label("queued_ms"),
 ]
 

@@ -33,7 +33,7 @@ class ControlTask:
 
     id: int
     kind: TaskKind
-    subject: str  # a batch id
+    subject: str  # a batch id; of WEBHOOK the id of an event
     attempt: int
     failures: int
 
@@ -135,19 +135,24 @@ def fail_task(conn: sa.Connection, task: ControlTask, error: str) -> TaskState:
 
 
 def unpublished_tasks(conn: sa.Connection, older_than_seconds: float, limit: int = 1000) -> list[int]:
-    """Ids whose hint is due: ready and never published or too long ago, or running with an expired lease."""
-    stale = sa.func.now() - timedelta(seconds=older_than_seconds)
-    hint_due = sa.or_(control_task.c.published_at.is_(None), control_task.c.published_at < stale)
-    ready = sa.and_(control_task.c.state == TaskState.READY, control_task.c.not_before <= sa.func.now())
-    expired = sa.and_(control_task.c.state == TaskState.RUNNING, control_task.c.lease_expires_at < sa.func.now())
+    """Ids whose hint is due, the oldest first; those of webhooks, which may be very many, are in `due_webhooks`."""
     return list(
         conn.scalars(
             sa.select(control_task.c.id)
-            .where(sa.or_(ready, expired), hint_due)
+            .where(hint_is_due(older_than_seconds), control_task.c.kind != TaskKind.WEBHOOK)
             .order_by(control_task.c.id)
             .limit(limit)
         )
     )
+
+
+def hint_is_due(older_than_seconds: float) -> sa.ColumnElement[bool]:
+    """Ready, or running with an expired lease; and never published, or longer than that ago."""
+    stale = sa.func.now() - timedelta(seconds=older_than_seconds)
+    unheard = sa.or_(control_task.c.published_at.is_(None), control_task.c.published_at < stale)
+    ready = sa.and_(control_task.c.state == TaskState.READY, control_task.c.not_before <= sa.func.now())
+    expired = sa.and_(control_task.c.state == TaskState.RUNNING, control_task.c.lease_expires_at < sa.func.now())
+    return sa.and_(sa.or_(ready, expired), unheard)
 
 
 def mark_published(conn: sa.Connection, task_ids: Sequence[int]) -> None:

@@ -51,6 +51,16 @@ def claim_unkeyed(conn: sa.Connection, tenant_id: int, body_sha256: bytes, new_i
     return _claim(conn, tenant_id, _UNKEYED + body_sha256.hex(), body_sha256, new_id, kept)[0]
 
 
+def repoint(conn: sa.Connection, tenant_id: int, key: str | None, body_sha256: bytes, new_id: str) -> None:
+    """A claimed create led to `new_id` instead: what it made before is of no use to whoever repeats it."""
+    name = _UNKEYED + body_sha256.hex() if key is None else key
+    conn.execute(
+        sa.update(idempotency_key)
+        .where(idempotency_key.c.tenant_id == tenant_id, idempotency_key.c.key == name)
+        .values(created_id=new_id, created_at=sa.func.now())
+    )
+
+
 def _claim(
     conn: sa.Connection, tenant_id: int, key: str, body_sha256: bytes, new_id: str, kept: timedelta | None
 ) -> tuple[str, bytes]:

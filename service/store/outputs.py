@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from service.core.model import BatchStatus, Outcome
+from service.core.model import Outcome
 from service.store.tables import batch, job, job_result, line_error
 
 
@@ -76,9 +76,3 @@ def grace_is_over(conn: sa.Connection, batch_id: str, grace_seconds: float) -> b
     """Whether a cancel has waited for lines in flight as long as it may."""
     ends = batch.c.cancelling_at + sa.func.make_interval(0, 0, 0, 0, 0, 0, grace_seconds)
     return bool(conn.scalar(sa.select(ends <= sa.func.now()).where(batch.c.id == batch_id)))
-
-
-def lock_batch(conn: sa.Connection, batch_id: str) -> BatchStatus | None:
-    """The status, held until this transaction ends: a chunk of intake under way is waited for."""
-    status = conn.scalar(sa.select(batch.c.status).where(batch.c.id == batch_id).with_for_update())
-    return None if status is None else BatchStatus(status)

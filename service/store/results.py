@@ -14,8 +14,10 @@ from sqlalchemy.dialects.postgresql import insert
 from service.core.model import CohortState, LineErrorCode, MissCause, Outcome
 from service.core.usage import Usage
 from service.errors import FenceLost
+from service.store import webhooks
 from service.store.cohorts import Claim
 from service.store.tables import batch_progress, cohort, job, job_result
+from service.store.webhooks import EndedJob
 
 NO_COHORT = 0  # a job's cohort_id once it ended without having been planned
 
@@ -50,7 +52,7 @@ def record(conn: sa.Connection, claim: Claim, finished: Sequence[FinishedJob]) -
     bound = {
         row.id: row
         for row in conn.execute(
-            sa.select(job.c.id, job.c.batch_id, job.c.public_id).where(
+            _ENDING_JOB.where(
                 job.c.id.in_([item.job_id for item in finished]), job.c.cohort_id == claim.cohort_id
             )
         )
@@ -63,7 +65,7 @@ def record(conn: sa.Connection, claim: Claim, finished: Sequence[FinishedJob]) -
     insert_rows = _INSERT_RESULT.values(started_at=_STARTED_AT).returning(job_result.c.job_id)
     new = set(conn.execute(insert_rows, rows).scalars())
     add_progress(conn, [row for row in rows if row["job_id"] in new])
-    _notify(conn, [bound[job_id].public_id for job_id in new])
+    _tell(conn, [(bound[item.job_id], item.outcome) for item in ordered if item.job_id in new])
     return len(new)
 
 
@@ -97,7 +99,7 @@ def end_single(conn: sa.Connection, job_id: int, outcome: Outcome, error_code: L
     """End a single job that does not run. False when it has its result already."""
     ended = _end(conn, [job_id], None, outcome, error_code) == 1
     if ended:
-        _notify(conn, [conn.execute(sa.select(job.c.public_id).where(job.c.id == job_id)).scalar_one()])
+        _tell(conn, [(conn.execute(_ENDING_JOB.where(job.c.id == job_id)).one(), outcome)])
     return ended
 
 
@@ -138,6 +140,7 @@ def add_progress(conn: sa.Connection, rows: Sequence[dict[str, object]]) -> None
         )
 
 
+_ENDING_JOB: sa.Select[Any] = sa.select(job.c.id, job.c.batch_id, job.c.public_id, job.c.tenant_id, job.c.webhook_url)
 _OUTCOME_COLUMN = {
     Outcome.SUCCEEDED: "completed",
     Outcome.FAILED: "failed",
@@ -151,7 +154,7 @@ _TOKEN_COLUMNS = (
     "completion_tokens",
     "reasoning_tokens",
 )
-_NO_PROGRESS = dict.fromkeys((*_OUTCOME_COLUMN.values(), *_TOKEN_COLUMNS, "lines_unknown"), 0)
+_NO_PROGRESS = dict.fromkeys((*_OUTCOME_COLUMN.values(), *_TOKEN_COLUMNS, "measured_prompt_tokens", "lines_unknown"), 0)
 _INSERT_RESULT = insert(job_result).on_conflict_do_nothing(index_elements=["job_id"])
 _STARTED_AT = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, sa.bindparam("started_seconds_ago", type_=sa.Double))
 
@@ -217,9 +220,24 @@ def _counts(row: dict[str, object]) -> dict[str, int]:
         value = row.get(column)
         if isinstance(value, int):
             counts[column] = value
-    if row.get("prompt_tokens") is None:
+    if row.get("prompt_tokens") is None or row.get("cached_tokens") is None:
         counts["lines_unknown"] = 1
+    else:
+        counts["measured_prompt_tokens"] = counts["prompt_tokens"]
     return counts
+
+
+def _tell(conn: sa.Connection, ended: Sequence[tuple[sa.Row[Any], Outcome]]) -> None:
+    """Of the single jobs among these: wake those who wait for them, write the webhooks of those that want one."""
+    webhooks.announce_jobs(
+        conn,
+        [
+            EndedJob(tenant_id=row.tenant_id, public_id=row.public_id, url=row.webhook_url, outcome=outcome)
+            for row, outcome in ended
+            if row.public_id and row.webhook_url
+        ],
+    )
+    _notify(conn, [row.public_id for row, _ in ended])
 
 
 def _notify(conn: sa.Connection, public_ids: Sequence[str | None]) -> None:

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from service.core.model import CohortState, JobStatus, LineErrorCode, MissCause, Outcome, Priority
 from service.core.usage import Usage
+from service.store import webhooks
 from service.store.results import end_single
 from service.store.tables import cohort, instance_boot, job, job_result
 
@@ -36,6 +37,7 @@ class NewSingle:
     deadline_seconds: float | None = None
     metadata: dict[str, str] | None = None
     webhook_url: str | None = None
+    stream_to: str | None = None  # the queue of the API process that relays the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Single:
 
 def create_single(conn: sa.Connection, tenant_id: int, public_id: str, new: NewSingle) -> None:
     """Insert the job and wake the dispatcher when this transaction commits."""
+    if new.webhook_url is not None:
+        webhooks.ensure_secret(conn, tenant_id)
     deadline_at = None
     if new.deadline_seconds is not None:
         deadline_at = sa.func.now() + sa.func.make_interval(0, 0, 0, 0, 0, 0, new.deadline_seconds)
@@ -86,6 +90,7 @@ def create_single(conn: sa.Connection, tenant_id: int, public_id: str, new: NewS
             deadline_at=deadline_at,
             metadata=sa.null() if new.metadata is None else new.metadata,
             webhook_url=new.webhook_url,
+            stream_to=new.stream_to,
         )
     )
     conn.execute(sa.select(sa.func.pg_notify("dispatch", "")))
@@ -114,6 +119,18 @@ def finished_among(conn: sa.Connection, public_ids: Sequence[str]) -> list[str]:
         .where(job.c.public_id.in_(public_ids))
     )
     return [str(public_id) for public_id in conn.execute(statement).scalars()]
+
+
+def may_answer(conn: sa.Connection, tenant_id: int, public_id: str) -> bool:
+    """Whether a job has an answer, or will. False: it was cancelled, or is no longer known."""
+    row = conn.execute(
+        sa.select(job.c.cancel_requested_at, job_result.c.outcome)
+        .outerjoin(job_result, job_result.c.job_id == job.c.id)
+        .where(job.c.tenant_id == tenant_id, job.c.public_id == public_id)
+    ).first()
+    if row is None or row.outcome == Outcome.CANCELLED:
+        return False
+    return row.outcome is not None or row.cancel_requested_at is None
 
 
 def request_cancel(conn: sa.Connection, single: Single) -> bool:

@@ -214,6 +214,11 @@ def batch_stats(conn: sa.Connection, batch_id: str) -> BatchStats | None:
     )
 
 
+def planned_tokens(conn: sa.Connection, batch_id: str) -> int:
+    """Prompt tokens of every job of a batch, as intake counted them: what its bound is a part of."""
+    return int(_planned_of(conn, batch_id).prompt_tokens)
+
+
 def recent_batches(conn: sa.Connection, limit: int = 20) -> list[str]:
     """Ids of the newest batches of all tenants, newest first."""
     newest = sa.select(batch.c.id).order_by(batch.c.created_at.desc(), batch.c.id.desc()).limit(limit)

@@ -347,7 +347,9 @@ batch_progress = Table(
     Column("predicted_cached_tokens", BigInteger, nullable=False, server_default="0"),
     Column("completion_tokens", BigInteger, nullable=False, server_default="0"),
     Column("reasoning_tokens", BigInteger, nullable=False, server_default="0"),
-    Column("lines_unknown", Integer, nullable=False, server_default="0"),  # ended without usage
+    # Of the lines whose answer says how many tokens came from cache: what `cached_tokens` is a share of.
+    Column("measured_prompt_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("lines_unknown", Integer, nullable=False, server_default="0"),  # ended without a word on cached tokens
     Index("ix_batch_progress_batch_id", "batch_id"),
 )
 

@@ -48,6 +48,12 @@ def ensure_tenant(conn: sa.Connection, name: str) -> Tenant:
     return Tenant(**row._mapping)
 
 
+def find_tenant(conn: sa.Connection, name: str) -> Tenant | None:
+    """The tenant of that name, where there is one."""
+    row = conn.execute(sa.select(tenant.c.id, tenant.c.name, tenant.c.salt).where(tenant.c.name == name)).first()
+    return None if row is None else Tenant(**row._mapping)
+
+
 def load_tenant(conn: sa.Connection, tenant_id: int) -> Tenant:
     """The tenant of a row that names it."""
     columns = (tenant.c.id, tenant.c.name, tenant.c.salt)

@@ -20,6 +20,7 @@ from service.api.app import create_app
 from service.api.server import bind, make_server
 from service.broker import CONTROL_QUEUE, Publisher, make_app
 from service.connections import Connections
+from service.fleet import Models
 from service.settings import Settings
 from service.store import tenants
 from service.store.admin import drop_database, ensure_database
@@ -38,6 +39,12 @@ class Api:
     database: Database
     blobs: Blobs
     http: httpx.Client
+    app: FastAPI
+
+    @property
+    def callers(self) -> int:
+        """How many calls wait for a single job to end."""
+        return int(self.app.state.context.waiter.callers)
 
     def sdk(self, key: str = "no key is configured", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
@@ -103,7 +110,9 @@ def running(app: FastAPI) -> Iterator[str]:
 
 
 @contextmanager
-def serve_api(settings: Settings, database: Database, broker_url: str, **changes: Any) -> Iterator[Api]:
+def serve_api(
+    settings: Settings, database: Database, broker_url: str, models: Models = MODELS, **changes: Any
+) -> Iterator[Api]:
     """An API over these servers; `changes` are settings."""
     settings = replace(settings, **changes)
     blobs = Blobs(settings.store_location)
@@ -111,9 +120,9 @@ def serve_api(settings: Settings, database: Database, broker_url: str, **changes
         database_url=settings.database_url or "", broker_url=broker_url, secret_key=settings.secret_key or ""
     )
     publisher = Publisher(make_app(settings, broker_url, queue=CONTROL_QUEUE))
-    app = create_app(settings, connections, MODELS, database, publisher, blobs)
+    app = create_app(settings, connections, models, database, publisher, blobs)
     with running(app) as url, httpx.Client(base_url=url, timeout=30) as http:
-        yield Api(url=url, settings=settings, database=database, blobs=blobs, http=http)
+        yield Api(url=url, settings=settings, database=database, blobs=blobs, http=http, app=app)
 
 
 @pytest.fixture

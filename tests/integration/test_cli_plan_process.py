@@ -125,3 +125,12 @@ def test_ctrl_c_ends_it_quietly(environment: dict[str, str], tmp_path: Path) -> 
     assert process.returncode == 130
     assert said == b""
     assert not (tmp_path / "plan.jsonl").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_an_output_that_cannot_be_written_is_one_sentence(cli: Cli, form: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = cli("-", *SHAPE, *form, data=batch_file(4), stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "trunkline: the output could not be written: No space left on device.\n"

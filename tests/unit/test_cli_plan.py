@@ -267,6 +267,11 @@ def test_bad_options_are_refused_in_one_sentence(plan: Plan, options: tuple[str,
     assert why in str(refused.value)
 
 
+def test_the_block_size_of_a_trace_is_refused_for_a_batch(plan: Plan) -> None:
+    with pytest.raises(InputRefused, match="is a batch file: --trace-block-size is for traces only"):
+        plan(request(1), "--trace-block-size", "32")
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,6 +19,7 @@ STATUS_HELP = (
     "succeeded, 4 timed out, 130 interrupted."
 )
 _FAILED = 1
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _INTERRUPTED = 130
 
 
@@ -24,13 +27,20 @@ def main() -> None:
     """The entry point of the script `trunkline`."""
     arguments = sys.argv[1:]
     try:
-        build_app(arguments)(args=arguments, prog_name="trunkline")
+        try:
+            build_app(arguments)(args=arguments, prog_name="trunkline")
+        finally:
+            sys.stdout.flush()
     except ModuleNotFoundError as error:
         hint = missing_part(error)
         if hint is None:
             raise
         typer.echo(f"trunkline: {hint}", err=True)
         sys.exit(_FAILED)
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE or hasattr(error, "exit_status"):
+            raise
+        _leave_unwritten(error)
     except Exception as error:
         # Errors that carry an exit status are meant for the user; any other one is a bug and keeps its traceback.
         status = getattr(error, "exit_status", None)
@@ -40,6 +50,13 @@ def main() -> None:
         sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
+
+
+def _leave_unwritten(error: OSError) -> NoReturn:
+    """Nothing more can be said on standard output, whose buffer Python would try to write once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    typer.echo(f"trunkline: the output could not be written: {error.strerror}.", err=True)
+    sys.exit(_FAILED)
 
 
 def build_app(arguments: Sequence[str] = ()) -> typer.Typer:

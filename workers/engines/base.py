@@ -33,9 +33,21 @@ class EngineFacts:
     told_block_size: int | None = None  # the engine's own word, where `block_size` is the operator's
 
 
+class EventSink(Protocol):
+    """Where the events of a streamed answer go."""
+
+    async def send(self, event: str) -> None:
+        """One server-sent event as the engine wrote it, without the blank line behind it. Returns when the next may
+        be read: with a slow client, much later."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One job on its way to the engine. `body` is the JSON as accepted, without the fields the server owns."""
+    """One job on its way to the engine. `body` is the JSON as accepted, without the fields the server owns.
+
+    With `events` the engine is asked to stream (usage included), and each event is sent there as it comes; the reply
+    is the whole answer all the same, put together.
+    """
 
     job_id: int
     endpoint: str
@@ -46,6 +58,7 @@ class EngineRequest:
     prompt_tokens: int
     expected_output_tokens: int
     timeout_seconds: float
+    events: EventSink | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

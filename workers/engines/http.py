@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import orjson
 
 from service.core.model import Endpoint
+from service.core.resultline import parse_answer
 from service.core.usage import UNKNOWN, read_usage
-from workers.engines.base import EngineGone, EngineReply, EngineRequest, EngineTimeout
+from workers.engines.base import EngineGone, EngineReply, EngineRequest, EngineTimeout, EventSink
+from workers.engines.events import relay_answer, streaming_fields
 
 _CONNECT_SECONDS = 10.0
 QUESTION_SECONDS = 30.0  # /health, /metrics and the like; a busy CPU engine may hold its loop for some seconds
@@ -66,15 +69,26 @@ class EngineHttp:
             fields["priority"] = request.priority
         # The priority holds the feeder's sequence number, so no two submissions share an id.
         request_id = f"job-{request.job_id}-{request.priority}"
+        if request.events is not None:
+            return await self._stream(request, request.events, fields, request_id)
         reply = await self._post(request.endpoint, request.body, fields, request.timeout_seconds, request_id)
-        if reply.is_success and not isinstance(_parsed(reply.content), dict):
-            return EngineReply(status_code=502, body=_NO_ANSWER, usage=UNKNOWN)  # tried again, as any 5xx
-        return EngineReply(
-            status_code=reply.status_code,
-            body=reply.content,
-            usage=read_usage(reply.content, prompts=count_prompts(request.endpoint, request.body)),
-            retry_after_seconds=_seconds(reply.headers.get("retry-after")),
-        )
+        return _whole(request, reply)
+
+    async def _stream(
+        self, request: EngineRequest, events: EventSink, fields: dict[str, object], request_id: str
+    ) -> EngineReply:
+        """Relay the events as they come. An engine that answers with JSON did not stream: an error, as a rule."""
+        content = with_fields(request.body, {**fields, **streaming_fields(request.body)})
+        headers = {"content-type": "application/json", "x-request-id": request_id}
+        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+        asked = self._client.stream("POST", request.endpoint, content=content, headers=headers, timeout=timeout)
+        with _named_failures(request.timeout_seconds):
+            async with asyncio.timeout(request.timeout_seconds), asked as reply:
+                if not (reply.is_success and reply.headers.get("content-type", "").startswith("text/event-stream")):
+                    await reply.aread()
+                    return _whole(request, reply)
+                prompts = count_prompts(request.endpoint, request.body)
+                return await relay_answer(reply.aiter_bytes(), request.endpoint, events, prompts=prompts)
 
     async def post(
         self, path: str, body: bytes, fields: Mapping[str, object], timeout_seconds: float
@@ -88,7 +102,7 @@ class EngineHttp:
     ) -> httpx.Response:
         content = with_fields(body, fields)
         headers = {"content-type": "application/json", **({"x-request-id": request_id} if request_id else {})}
-        try:
+        with _named_failures(timeout_seconds):
             async with asyncio.timeout(timeout_seconds):
                 return await self._client.post(
                     path,
@@ -96,10 +110,6 @@ class EngineHttp:
                     headers=headers,
                     timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
                 )
-        except TimeoutError as error:
-            raise EngineTimeout(f"after {timeout_seconds:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise EngineGone(f"({type(error).__name__})") from error
 
     async def get(self, path: str, *, timeout_seconds: float = QUESTION_SECONDS) -> tuple[int, bytes] | None:
         """GET; None where nobody answers."""
@@ -129,6 +139,29 @@ class EngineHttp:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+@contextmanager
+def _named_failures(timeout_seconds: float) -> Iterator[None]:
+    """What went wrong with a request, as the feeder knows it."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise EngineTimeout(f"after {timeout_seconds:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineGone(f"({type(error).__name__})") from error
+
+
+def _whole(request: EngineRequest, reply: httpx.Response) -> EngineReply:
+    """The reply of an answer that was read whole."""
+    if reply.is_success and not isinstance(_parsed(reply.content), dict):
+        return EngineReply(status_code=502, body=_NO_ANSWER, usage=UNKNOWN)  # tried again, as any 5xx
+    return EngineReply(
+        status_code=reply.status_code,
+        body=reply.content,
+        usage=read_usage(reply.content, prompts=count_prompts(request.endpoint, request.body)),
+        retry_after_seconds=_seconds(reply.headers.get("retry-after")),
+    )
 
 
 def with_fields(body: bytes, fields: Mapping[str, object]) -> bytes:
@@ -178,11 +211,11 @@ def cache_config(metrics: bytes) -> tuple[int | None, int | None]:
 
 
 def _parsed(data: bytes) -> Any:
-    """None where it is no JSON."""
+    """None where it is no JSON. What only the slower parser takes (NaN, half a surrogate pair) is a sound answer."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        return None
+        return parse_answer(data)
 
 
 def _number(raw: bytes | None) -> int | None:

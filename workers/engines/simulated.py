@@ -18,7 +18,7 @@ from service.core.simulate import CostModel, FinishedJob, SimulatedEngineCore, S
 from service.core.usage import Usage
 from service.errors import SettingError
 from service.fleet import Instance, Model
-from workers.engines.base import EngineFacts, EngineReply, EngineRequest, EngineTimeout
+from workers.engines.base import EngineFacts, EngineReply, EngineRequest, EngineTimeout, EventSink
 
 # An 8-billion-parameter model on one GPU, roughly; the instance's `options` say otherwise.
 DEFAULT_OPTIONS = {
@@ -55,6 +55,7 @@ class SimulatedEngine:
         )
         self._tickets = itertools.count(1)
         self._answers: dict[int, asyncio.Future[FinishedJob]] = {}
+        self._progress: dict[int, asyncio.Queue[int]] = {}  # of streamed jobs: how many tokens are made
         self._arrived = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
 
@@ -86,12 +87,46 @@ class SimulatedEngine:
         self._arrived.set()
         try:
             async with asyncio.timeout(request.timeout_seconds):
+                if request.events is not None and request.endpoint != Endpoint.EMBEDDINGS:
+                    return await self._stream(request, request.events, job, answer)
                 return self._reply(request, await answer)
         except TimeoutError as error:
             raise EngineTimeout(f"after {request.timeout_seconds:g} s") from error
         finally:
             self._core.abort(job.job_id)  # nothing where it is finished
             self._answers.pop(job.job_id, None)
+            self._progress.pop(job.job_id, None)
+
+    async def _stream(
+        self, request: EngineRequest, events: EventSink, job: SimulatedJob, answer: asyncio.Future[FinishedJob]
+    ) -> EngineReply:
+        """An event for each token as it is made, then the usage."""
+        progress = self._progress[job.job_id] = asyncio.Queue()
+        text = _text(job.output_tokens)
+        total = max(job.output_tokens, 1)
+        sent = 0
+        while sent < total:
+            made = await progress.get()
+            for token in range(sent, made):
+                piece = text[token * len(text) // total : (token + 1) * len(text) // total]
+                await events.send(self._event(request, _delta(request, token, total, piece)))
+            sent = max(sent, made)
+        reply = self._reply(request, await answer)
+        await events.send(self._event(request, [], usage=orjson.loads(reply.body)["usage"]))
+        return reply
+
+    def _event(self, request: EngineRequest, choices: list[dict[str, Any]], **more: Any) -> str:
+        kind = "chat.completion.chunk" if request.endpoint == Endpoint.CHAT else "text_completion"
+        chunk = {**self._head(request), "object": kind, "choices": choices, **more}
+        return f"data: {orjson.dumps(chunk).decode()}"
+
+    def _head(self, request: EngineRequest) -> dict[str, Any]:
+        return {
+            "id": f"simulated-{request.job_id}",
+            "created": int(time.time()),
+            "model": self._model,
+            "simulated": True,
+        }
 
     async def tokenize(self, endpoint: str, body: bytes) -> list[int] | None:
         return None
@@ -121,8 +156,13 @@ class SimulatedEngine:
             report = self._core.step()
             now += report.seconds / self._options["speed"]
             await asyncio.sleep(max(0.0, now - loop.time()))
+            for job_id, progress in self._progress.items():
+                if made := self._core.made_tokens(job_id):
+                    progress.put_nowait(made)
             for finished in report.finished:
                 answer = self._answers.pop(finished.job_id, None)
+                if finished.job_id in self._progress:
+                    self._progress[finished.job_id].put_nowait(max(finished.output_tokens, 1))
                 if answer is not None and not answer.done():
                     answer.set_result(finished)
 
@@ -135,11 +175,8 @@ class SimulatedEngine:
             completion_tokens=completion_tokens,
         )
         body = {
-            "id": f"simulated-{request.job_id}",
-            "created": int(time.time()),
-            "model": self._model,
-            "simulated": True,
-            **_answer(request, f"simulated answer of {completion_tokens} tokens"),
+            **self._head(request),
+            **_answer(request, _text(completion_tokens)),
             "usage": {
                 "prompt_tokens": finished.prompt_tokens,
                 "completion_tokens": completion_tokens,
@@ -148,6 +185,19 @@ class SimulatedEngine:
             },
         }
         return EngineReply(status_code=200, body=orjson.dumps(body), usage=usage)
+
+
+def _text(tokens: int) -> str:
+    return f"simulated answer of {tokens} tokens"
+
+
+def _delta(request: EngineRequest, token: int, total: int, piece: str) -> list[dict[str, Any]]:
+    """The choices of the event of one token."""
+    reason = "length" if token + 1 == total else None
+    if request.endpoint == Endpoint.COMPLETIONS:
+        return [{"index": 0, "text": piece, "logprobs": None, "finish_reason": reason}]
+    delta = {"role": "assistant", "content": piece} if token == 0 else {"content": piece}
+    return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
 
 
 def _answer(request: EngineRequest, text: str) -> dict[str, Any]:

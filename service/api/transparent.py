@@ -1,0 +1,157 @@
+"""The transparent endpoint: an engine's own calls. Each becomes an interactive job, and its answer is the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.api.answers import json_answer
+from service.api.auth import Caller
+from service.api.cancelling import cancel
+from service.api.context import Context, context_of
+from service.api.creates import Repeats, repeats_of
+from service.api.errors import DO_NOT_RETRY, ApiError, error_answer
+from service.api.inputs import parse_object, read_body
+from service.api.new_jobs import Created, Submission, check_request, create_unless_cancelled, keyed
+from service.api.objects import job_error
+from service.api.streaming import stream_answer
+from service.core.model import Endpoint, JobStatus
+from service.core.resultline import error_envelope
+from service.store import singles
+from service.store.singles import Single
+from service.store.tenants import Tenant
+
+router = APIRouter(prefix="/v1")
+
+# How a job that no engine answered is said. The SDK repeats 408, 409, 429 and 5xx, so each carries x-should-retry:
+# false: it was tried as often as it should be, and a repeat would only be told the same.
+_STATUSES = {"job_cancelled": 409, "job_expired": 504, "request_timeout": 504, "engine_crash": 500, "worker_lost": 502}
+_CLIENT_GONE = 499  # nobody reads it; the log does
+_RETRY_SECONDS = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One request, on its way to its answer."""
+
+    context: Context
+    tenant: Tenant
+    endpoint: Endpoint
+    raw: bytes
+    repeats: Repeats
+
+
+@router.post("/chat/completions")
+async def create_chat_completion(request: Request, tenant: Caller) -> Response:
+    return await _answer(request, tenant, Endpoint.CHAT)
+
+
+@router.post("/completions")
+async def create_completion(request: Request, tenant: Caller) -> Response:
+    return await _answer(request, tenant, Endpoint.COMPLETIONS)
+
+
+@router.post("/embeddings")
+async def create_embedding(request: Request, tenant: Caller) -> Response:
+    return await _answer(request, tenant, Endpoint.EMBEDDINGS)
+
+
+async def _answer(request: Request, tenant: Tenant, endpoint: Endpoint) -> Response:
+    context = context_of(request)
+    raw = await read_body(request, context.settings.max_line_bytes)
+    if endpoint is not Endpoint.EMBEDDINGS and b'"stream"' in raw:
+        said = await run_in_threadpool(parse_object, raw)
+        if said.get("stream") is True:
+            return await stream_answer(request, tenant, endpoint, said, answer_of)
+    call = _Call(context=context, tenant=tenant, endpoint=endpoint, raw=raw, repeats=repeats_of(request))
+    gone = asyncio.create_task(_gone(request))
+    try:
+        created = await run_in_threadpool(_create, call)
+        job = await _wait(call, created, gone)
+        if job is not None and job.status is JobStatus.CANCELLED and created.is_repeat:
+            # The call that this one repeats was given up meanwhile, at another process perhaps, and its job with it.
+            job = await _wait(call, await run_in_threadpool(_create, call), gone)
+    finally:
+        gone.cancel()
+    return Response(status_code=_CLIENT_GONE) if job is None else answer_of(job)
+
+
+def _create(call: _Call) -> Created:
+    said = parse_object(call.raw)
+    check_request(said, call.endpoint, at="")
+    new = keyed(call.context, call.tenant, said, call.endpoint, at="")
+    new = replace(new, deadline_seconds=call.context.settings.answer_seconds)
+    submission = Submission(new=new, said=said, repeats=call.repeats)
+    with call.context.database.transaction() as conn:
+        return create_unless_cancelled(conn, call.context, call.tenant, submission)
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has gone away. The body was read: all that can come is that."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _wait(call: _Call, created: Created, gone: asyncio.Task[None]) -> Single | None:
+    """The job, ended. None: the client went away, and the job with it, unless another call waits for it here."""
+    waiter = call.context.waiter
+    job_id = created.public_id
+    with waiter.watching(job_id) as ended:
+        job = await _ended(call, created, ended, gone)
+    if job is None and not waiter.is_watched(job_id):
+        await run_in_threadpool(cancel, call.context, call.tenant, job_id)
+    return job
+
+
+async def _ended(call: _Call, created: Created, ended: asyncio.Event, gone: asyncio.Task[None]) -> Single | None:
+    look = partial(_look, call, created.public_id)
+    if created.is_repeat:  # it may have ended before anybody watched
+        job = await run_in_threadpool(look)
+        if job.is_terminal:
+            return job
+    ending = asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait((ending, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.cancel()
+    if not ended.is_set():
+        return None
+    job = await run_in_threadpool(look)
+    if not job.is_terminal:  # this process is about to end; the job goes on, and a repeat finds it
+        raise ApiError(503, "service_unavailable", "The server is restarting.", headers={"retry-after": _RETRY_SECONDS})
+    return job
+
+
+def _look(call: _Call, job_id: str) -> Single:
+    with call.context.database.transaction() as conn:
+        job = singles.get_single(conn, call.tenant.id, job_id)
+    assert job is not None, "created, and kept for as long as anybody waits"
+    return job
+
+
+def answer_of(job: Single) -> Response:
+    """What the engine said of an ended job: a success byte for byte, an error with its status, in the envelope."""
+    if job.status_code is None:
+        return _unanswered(job)
+    headers = {}
+    if job.instance is not None:
+        headers["x-trunkline-instance"] = job.instance
+    if job.usage.cached_tokens is not None:
+        headers["x-trunkline-cached-tokens"] = str(job.usage.cached_tokens)
+    body = job.response or b""
+    if 200 <= job.status_code < 300:
+        return Response(body, job.status_code, headers, media_type="application/json")
+    return json_answer(error_envelope(job.status_code, body), job.status_code, {**headers, **DO_NOT_RETRY})
+
+
+def _unanswered(job: Single) -> Response:
+    error = job_error(job)
+    assert error is not None, "it has ended, and no engine answered it"
+    status = _STATUSES.get(error["code"], 500)
+    return error_answer(ApiError(status, error["code"], error["message"], headers=DO_NOT_RETRY))

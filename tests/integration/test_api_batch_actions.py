@@ -1,0 +1,469 @@
+"""PATCH, DELETE and retry of batches over HTTP, and what they race against."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import sqlalchemy as sa
+from api_fixtures import Api, api, check_refused, steady  # noqa: F401 - two are fixtures
+from client_steps import run_open_tasks
+from control_fixtures import Desk, jsonl, request
+
+from service.broker import Publisher, make_app
+from service.core.ids import make_id
+from service.core.model import BatchStatus, LineErrorCode, Outcome, Priority, TaskKind
+from service.dispatcher import Dispatcher
+from service.store import batches, cohorts
+from service.store.control_tables import control_task
+from service.store.tables import batch, batch_progress, cohort, file, job, job_result, line_error
+
+LINES = 6
+
+
+@pytest.fixture
+def desk(api: Api) -> Desk:
+    return api.desk()
+
+
+def in_progress(api: Api, desk: Desk, n: int = LINES, **fields: Any) -> str:
+    made = api.create(api.upload(jsonl(request(f"c{i}") for i in range(n))), **fields)
+    run_open_tasks(desk)
+    return str(made["id"])
+
+
+def set_status(api: Api, batch_id: str, status: BatchStatus) -> None:
+    with api.database.transaction() as conn:
+        conn.execute(sa.update(batch).where(batch.c.id == batch_id).values(status=status))
+
+
+def patch(api: Api, batch_id: str, **body: Any) -> httpx.Response:
+    return api.http.patch(f"/v1/batches/{batch_id}", json=body)
+
+
+def cancelled(api: Api, desk: Desk, batch_id: str) -> None:
+    desk.cancel(batch_id)
+    run_open_tasks(desk)
+    assert desk.batch(batch_id).status is BatchStatus.CANCELLED
+
+
+def at_once(*calls: Callable[[], httpx.Response]) -> list[httpx.Response]:
+    """All of them at the same moment, as far as threads can."""
+    barrier = threading.Barrier(len(calls))
+
+    def call(one: Callable[[], httpx.Response]) -> httpx.Response:
+        barrier.wait()
+        return one()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(call, calls))
+
+
+# Change
+
+
+def test_priority_pause_and_deadline_are_changed_and_the_rest_stays(api: Api, desk: Desk) -> None:
+    made = api.create(metadata={"run": "1"})
+    changed = patch(api, made["id"], queue={"priority": "high", "paused": True, "other": 1}, completion_window="48h")
+    assert changed.status_code == 200
+    seen = changed.json()
+    assert (seen["queue"]["priority"], seen["queue"]["paused"], seen["completion_window"]) == ("high", True, "48h")
+    assert seen["expires_at"] == made["created_at"] + 172_800
+    assert (seen["status"], seen["metadata"]) == ("validating", {"run": "1"})
+    assert seen == api.http.get(f"/v1/batches/{made['id']}").json()
+    for body in ({}, {"queue": None}, {"queue": {}}, {"queue": {"priority": None, "paused": None}}, {"unknown": 1}):
+        assert patch(api, made["id"], **body).json() == seen
+    assert patch(api, made["id"], queue={"paused": False}).json()["queue"] == {**seen["queue"], "paused": False}
+
+
+def test_the_sdk_sends_a_patch(api: Api) -> None:
+    made = api.create()
+    path = f"/batches/{made['id']}"
+    changed = api.sdk().patch(path, body={"queue": {"priority": "low"}}, cast_to=openai.types.Batch)
+    assert (changed.id, changed.to_dict()["queue"]["priority"]) == (made["id"], "low")  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"queue": "high"}, "invalid_type", "queue"),
+        ({"queue": ["high"]}, "invalid_type", "queue"),
+        ({"queue": {"priority": "interactive"}}, "invalid_value", "queue.priority"),
+        ({"queue": {"priority": 2}}, "invalid_value", "queue.priority"),
+        ({"queue": {"priority": ["low"]}}, "invalid_value", "queue.priority"),
+        ({"queue": {"paused": "yes"}}, "invalid_value", "queue.paused"),
+        ({"queue": {"paused": 1}}, "invalid_value", "queue.paused"),
+        ({"completion_window": 24}, "invalid_type", "completion_window"),
+        ({"completion_window": "soon"}, "invalid_value", "completion_window"),
+        ({"completion_window": "31d"}, "invalid_value", "completion_window"),
+        ({"completion_window": "0h"}, "invalid_value", "completion_window"),
+    ],
+)
+def test_patch_refuses_and_changes_nothing(steady: Api, body: dict[str, Any], code: str, param: str) -> None:
+    made = steady.create()
+    check_refused(patch(steady, made["id"], **{"queue": {"paused": True}, **body}), 400, code, param)
+    assert steady.http.get(f"/v1/batches/{made['id']}").json() == made
+
+
+@pytest.mark.parametrize(("raw", "code"), [(b"", "invalid_json"), (b"{", "invalid_json"), (b"[]", "invalid_type")])
+def test_patch_needs_a_json_object(steady: Api, raw: bytes, code: str) -> None:
+    made = steady.create()
+    check_refused(steady.http.patch(f"/v1/batches/{made['id']}", content=raw), 400, code)
+
+
+def test_a_deadline_that_would_be_past_is_refused(api: Api) -> None:
+    made = api.create()
+    with api.database.transaction() as conn:
+        conn.execute(sa.update(batch).values(created_at=sa.text("now() - interval '2 hours'")))
+    check_refused(patch(api, made["id"], completion_window="1h"), 400, "invalid_value", "completion_window")
+    assert patch(api, made["id"], completion_window="3h").status_code == 200
+
+
+def test_a_deadline_that_has_passed_is_not_moved(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    with api.database.transaction() as conn:
+        conn.execute(sa.update(batch).values(expires_at=sa.func.now()))
+    check_refused(patch(api, batch_id, completion_window="48h"), 409, "batch_terminal", "batch_id")
+    assert patch(api, batch_id, queue={"priority": "low"}).status_code == 200
+
+
+def test_an_expiry_that_was_overtaken_by_a_later_deadline_ends_nothing(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    assert patch(api, batch_id, completion_window="48h").status_code == 200
+    desk.start(TaskKind.EXPIRE, batch_id)
+    run_open_tasks(desk)
+    assert desk.batch(batch_id).status is BatchStatus.IN_PROGRESS
+    assert desk.progress(batch_id).expired == 0
+
+
+@pytest.mark.parametrize("status", list(BatchStatus))
+def test_patch_by_status(steady: Api, status: BatchStatus) -> None:
+    made = steady.create()
+    set_status(steady, made["id"], status)
+    answer = patch(steady, made["id"], queue={"paused": True})
+    if status.is_terminal:
+        check_refused(answer, 409, "batch_terminal", "batch_id")
+    else:
+        assert answer.json()["queue"]["paused"] is True
+    assert steady.http.get(f"/v1/batches/{made['id']}").json()["queue"]["paused"] is not status.is_terminal
+
+
+def test_a_pause_while_validating_does_not_hold_validation(api: Api, desk: Desk) -> None:
+    made = api.create()
+    assert patch(api, made["id"], queue={"paused": True}).json()["status"] == "validating"
+    run_open_tasks(desk)
+    seen = api.http.get(f"/v1/batches/{made['id']}").json()
+    assert (seen["status"], seen["queue"]["paused"], seen["queue"]["queued"]) == ("in_progress", True, 3)
+
+
+def test_a_paused_batch_still_expires(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    patch(api, batch_id, queue={"paused": True})
+    with api.database.transaction() as conn:
+        conn.execute(sa.update(batch).values(expires_at=sa.func.now()))
+    desk.start(TaskKind.EXPIRE, batch_id)
+    run_open_tasks(desk)
+    assert desk.batch(batch_id).status is BatchStatus.EXPIRED
+
+
+def test_patch_against_completion_either_changes_or_says_that_it_ended(api: Api, desk: Desk) -> None:
+    for n in range(8):
+        batch_id = in_progress(api, desk, 1)
+        with api.database.transaction() as conn:
+            assert batches.move_batch(conn, batch_id, BatchStatus.FINALIZING)
+
+        def complete(batch_id: str = batch_id) -> httpx.Response:
+            with api.database.transaction() as conn:
+                assert batches.move_batch(conn, batch_id, BatchStatus.COMPLETED)
+            return httpx.Response(200)
+
+        answer, _ = at_once(lambda b=batch_id: patch(api, b, queue={"priority": "high"}), complete)  # type: ignore[misc]
+        is_changed = desk.batch(batch_id).priority is Priority.HIGH
+        assert desk.batch(batch_id).status is BatchStatus.COMPLETED, n
+        if is_changed:
+            assert answer.status_code == 200
+        else:
+            check_refused(answer, 409, "batch_terminal", "batch_id")
+
+
+# Delete
+
+
+@pytest.mark.parametrize("status", list(BatchStatus))
+def test_delete_by_status(steady: Api, status: BatchStatus) -> None:
+    made = steady.create()
+    set_status(steady, made["id"], status)
+    answer = steady.http.delete(f"/v1/batches/{made['id']}")
+    if not status.is_terminal:
+        check_refused(answer, 409, "batch_not_terminal", "batch_id")
+        assert steady.http.get(f"/v1/batches/{made['id']}").status_code == 200
+        return
+    assert (answer.status_code, answer.json()) == (200, {"id": made["id"], "object": "batch", "deleted": True})
+    for method, path in ALL_CALLS:
+        check_refused(
+            steady.http.request(method, f"/v1/batches/{made['id']}{path}", json={}), 404, "not_found", "batch_id"
+        )
+    assert made["id"] not in [item["id"] for item in steady.http.get("/v1/batches?limit=100").json()["data"]]
+
+
+ALL_CALLS = [
+    ("GET", ""), ("PATCH", ""), ("DELETE", ""), ("POST", "/cancel"), ("POST", "/retry"), ("GET", "/requests"),
+    ("GET", "/results"),
+]  # fmt: skip
+
+
+def test_a_deleted_batch_leaves_no_row_and_its_files_stay(api: Api, desk: Desk) -> None:
+    bad = b"no json\n"
+    file_id = api.upload(bad + jsonl(request(f"c{i}") for i in range(2500)))
+    batch_id = api.create(file_id, queue={"on_invalid_line": "skip"})["id"]
+    other = in_progress(api, desk, 2)
+    desk.answer(batch_id, [f"c{i}" for i in range(2000)])
+    cancelled(api, desk, batch_id)
+    ended = desk.batch(batch_id)
+    assert api.http.delete(f"/v1/batches/{batch_id}").status_code == 200
+    run_open_tasks(desk)
+    with api.database.transaction() as conn:
+        for table in (job, job_result, line_error, batch_progress):
+            found = conn.execute(sa.select(table.c.batch_id).distinct()).scalars().all()
+            assert batch_id not in found, table.name
+        assert conn.execute(sa.select(batch.c.id)).scalars().all() == [other]
+        assert conn.scalar(sa.select(sa.func.count()).select_from(job)) == 2
+        assert conn.scalar(sa.select(sa.func.count()).select_from(job_result)) == 0
+    assert len(desk.contents(ended.output_file_id)) == 2000
+    assert len(desk.contents(ended.error_file_id)) == 501
+    for found_id in (ended.output_file_id, ended.error_file_id, file_id):
+        assert api.http.delete(f"/v1/files/{found_id}").status_code == 200
+
+
+def test_a_delete_that_was_interrupted_goes_on(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk, 1500)
+    cancelled(api, desk, batch_id)
+    api.http.delete(f"/v1/batches/{batch_id}")
+
+    class StopsOnce(threading.Event):
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            return self.asked == 1
+
+    run_open_tasks(replace(desk, work=replace(desk.work, stopping=StopsOnce())))
+    assert 0 < len(desk.jobs(batch_id)) < 1500
+    check_refused(api.http.get(f"/v1/batches/{batch_id}"), 404, "not_found", "batch_id")
+    run_open_tasks(desk)
+    with api.database.transaction() as conn:
+        assert conn.execute(sa.select(batch.c.id)).all() == []
+
+
+def test_a_delete_waits_for_cohorts_that_are_out(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    cancelled(api, desk, batch_id)
+    cohort_id = add_cohort(api, [row.id for row in desk.jobs(batch_id)], "running")
+    api.http.delete(f"/v1/batches/{batch_id}")
+    run_open_tasks(desk)
+    assert len(desk.jobs(batch_id)) == LINES
+    with api.database.transaction() as conn:
+        conn.execute(sa.update(cohort).where(cohort.c.id == cohort_id).values(state="done"))
+        conn.execute(sa.update(control_task).values(not_before=sa.func.now()))
+    run_open_tasks(desk)
+    assert desk.jobs(batch_id) == []
+
+
+def add_cohort(api: Api, job_ids: list[int], state: str) -> int:
+    with api.database.transaction() as conn:
+        made = sa.insert(cohort).values(
+            model="tiny", queue="instance.one", sequence=1, n_jobs=len(job_ids), priority=1, state=state
+        )
+        cohort_id = int(conn.execute(made.returning(cohort.c.id)).scalar_one())
+        conn.execute(sa.update(job).where(job.c.id.in_(job_ids)).values(cohort_id=cohort_id))
+    return cohort_id
+
+
+# Retry
+
+
+def test_what_was_not_answered_well_is_retried_in_a_linked_batch(api: Api, desk: Desk) -> None:
+    rows = [request(f"c{n}", text=f"text \u2028 \0 {n} é") for n in range(6)]
+    file_id = api.upload(b"no json\n" + jsonl(rows))
+    queue = {"priority": "low", "on_invalid_line": "skip", "order": "input", "model_policy": "strict"}
+    made = api.create(
+        file_id,
+        queue=queue,
+        metadata={"run": "9"},
+        completion_window="36h",
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+    run_open_tasks(desk)
+    desk.answer(made["id"], ["c0", "c1"])
+    desk.answer(made["id"], ["c2"], status_code=400)
+    cancelled(api, desk, made["id"])
+    answer = api.http.post(f"/v1/batches/{made['id']}/retry")
+    assert answer.status_code == 200, answer.text
+    again = answer.json()
+    assert (again["status"], again["queue"]["retry_of"], again["completion_window"]) == (
+        "validating",
+        made["id"],
+        "36h",
+    )
+    assert (again["metadata"], again["endpoint"]) == ({"run": "9"}, made["endpoint"])
+    assert again["expires_at"] == again["created_at"] + 36 * 3600
+    old, new = desk.batch(made["id"]), desk.batch(again["id"])
+    for name in ("priority", "on_invalid_line", "line_order", "model_policy", "output_expires_after_seconds"):
+        assert getattr(old, name) == getattr(new, name), name
+    assert (old.status, old.paused, new.paused) == (BatchStatus.CANCELLED, False, False)
+    uploaded = api.http.get(f"/v1/files/{again['input_file_id']}").json()
+    assert (uploaded["purpose"], uploaded["filename"]) == ("batch", f"{made['id']}_retry.jsonl")
+    run_open_tasks(desk)
+    was = {row.custom_id: row.body for row in desk.jobs(made["id"])}
+    now = {row.custom_id: row.body for row in desk.jobs(again["id"])}
+    assert now == {name: was[name] for name in ("c2", "c3", "c4", "c5")}
+    assert [row.line_no for row in desk.jobs(again["id"])] == [1, 2, 3, 4]
+
+
+def test_expired_lines_and_lines_never_taken_in_are_retried(api: Api, desk: Desk) -> None:
+    """Intake stopped after two lines: what follows is in the input file alone."""
+    data = (
+        b"\xef\xbb\xbf" + jsonl([request("a"), request("b")]) + b"\r\nno json\r\n" + jsonl([request("c"), request("d")])
+    )
+    made = api.create(api.upload(data), queue={"on_invalid_line": "skip"})
+    run_open_tasks(desk)
+    stop_intake_after(api, made["id"], data, 2)
+    desk.answer(made["id"], ["a"])
+    with api.database.transaction() as conn:
+        conn.execute(sa.update(batch).values(expires_at=sa.func.now()))
+    desk.start(TaskKind.EXPIRE, made["id"])
+    run_open_tasks(desk)
+    assert desk.batch(made["id"]).status is BatchStatus.EXPIRED
+    assert desk.progress(made["id"]).expired == 3
+    again = api.http.post(f"/v1/batches/{made['id']}/retry").json()
+    run_open_tasks(desk)
+    assert [row.custom_id for row in desk.jobs(again["id"])] == ["b", "c", "d"]
+    assert api.http.delete(f"/v1/files/{made['input_file_id']}").status_code == 200
+    refused = api.http.post(f"/v1/batches/{made['id']}/retry")
+    check_refused(refused, 404, "file_expired", "input_file_id")
+
+
+def stop_intake_after(api: Api, batch_id: str, data: bytes, lines: int) -> None:
+    """As if intake had committed only the first lines."""
+    place = sum(len(line) + 1 for line in data.split(b"\n")[:lines])
+    with api.database.transaction() as conn:
+        conn.execute(sa.delete(job).where(job.c.batch_id == batch_id, job.c.line_no > lines))
+        conn.execute(sa.update(batch).values(intake_done=False, intake_offset=place, intake_line=lines))
+
+
+def test_a_retry_of_what_intake_finished_needs_no_input_file(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    cancelled(api, desk, batch_id)
+    assert api.http.delete(f"/v1/files/{desk.batch(batch_id).input_file_id}").status_code == 200
+    again = api.http.post(f"/v1/batches/{batch_id}/retry", json={})
+    run_open_tasks(desk)
+    assert len(desk.jobs(again.json()["id"])) == LINES
+
+
+@pytest.mark.parametrize("status", [status for status in BatchStatus if not status.is_terminal])
+def test_only_an_ended_batch_is_retried(steady: Api, status: BatchStatus) -> None:
+    made = steady.create()
+    set_status(steady, made["id"], status)
+    refused = steady.http.post(f"/v1/batches/{made['id']}/retry")
+    check_refused(refused, 409, "batch_not_terminal", "batch_id")
+
+
+def test_nothing_to_retry(api: Api, desk: Desk) -> None:
+    answered = api.create(api.upload(b"{}\n" + jsonl([request("a")])), queue={"on_invalid_line": "skip"})["id"]
+    invalid = api.create(api.upload(b"{}\n"))["id"]
+    unstarted = api.create()["id"]
+    api.http.post(f"/v1/batches/{unstarted}/cancel")
+    run_open_tasks(desk)
+    desk.answer(answered, ["a"])
+    desk.finalize()
+    run_open_tasks(desk)
+    for batch_id, status in ((answered, "completed"), (invalid, "failed"), (unstarted, "cancelled")):
+        assert api.http.get(f"/v1/batches/{batch_id}").json()["status"] == status
+        check_refused(api.http.post(f"/v1/batches/{batch_id}/retry"), 400, "nothing_to_retry", "batch_id")
+    with api.database.transaction() as conn:
+        assert conn.scalar(sa.select(sa.func.count()).select_from(batch)) == 3
+    assert [path for path in blob_paths(api) if path.endswith(".part")] == []
+
+
+def blob_paths(api: Api) -> list[str]:
+    folder = api.settings.state_folder / "files" / "input"
+    return sorted(str(path) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_retry_is_repeated_under_its_key_and_by_the_sdk(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    cancelled(api, desk, batch_id)
+    path = f"/v1/batches/{batch_id}/retry"
+    first = api.http.post(path, headers={"Idempotency-Key": "k"}).json()
+    assert api.http.post(path, headers={"Idempotency-Key": "k"}).json() == first
+    refused = api.http.post(path, headers={"Idempotency-Key": "k"}, json={"other": 1})
+    check_refused(refused, 409, "idempotency_conflict", "Idempotency-Key")
+    second = api.http.post(path, headers={"x-stainless-retry-count": "0"}).json()
+    assert api.http.post(path, headers={"x-stainless-retry-count": "1"}).json() == second
+    third = api.http.post(path).json()
+    assert len({first["id"], second["id"], third["id"]}) == 3
+    retried = api.sdk().post(f"/batches/{batch_id}/retry", cast_to=openai.types.Batch)
+    assert retried.status == "validating"
+
+
+def test_a_retry_asked_twice_at_once_under_one_key_makes_one_batch_and_one_file(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    cancelled(api, desk, batch_id)
+
+    def ask() -> httpx.Response:
+        return httpx.post(f"{api.url}/v1/batches/{batch_id}/retry", headers={"Idempotency-Key": "k"}, timeout=30)
+
+    answers = at_once(*[ask] * 4)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    with api.database.transaction() as conn:
+        assert conn.scalar(sa.select(sa.func.count()).select_from(batch)) == 2
+        uploads = conn.scalar(sa.select(sa.func.count()).where(file.c.purpose == "batch"))
+    assert uploads == len(blob_paths(api)) == 2
+
+
+def test_delete_against_retry_leaves_a_whole_new_batch_or_none(api: Api, desk: Desk) -> None:
+    for _ in range(8):
+        batch_id = in_progress(api, desk)
+        cancelled(api, desk, batch_id)
+        url = f"{api.url}/v1/batches/{batch_id}"
+        deleted, retried = at_once(lambda u=url: httpx.delete(u), lambda u=url: httpx.post(f"{u}/retry", timeout=30))  # type: ignore[misc]
+        assert deleted.status_code == 200
+        run_open_tasks(desk)
+        check_refused(httpx.get(url), 404, "not_found", "batch_id")
+        if retried.status_code == 200:
+            assert len(desk.jobs(retried.json()["id"])) == LINES
+        else:
+            check_refused(retried, 404, "not_found", "batch_id")
+
+
+def test_what_a_failed_export_left_unanswered_is_retried(api: Api, desk: Desk) -> None:
+    batch_id = in_progress(api, desk)
+    desk.answer(batch_id, ["c0"])
+    desk.end(batch_id, Outcome.FAILED, LineErrorCode.ENGINE_CRASH)
+    with api.database.transaction() as conn:
+        assert batches.move_batch(conn, batch_id, BatchStatus.FAILED)
+    again = api.http.post(f"/v1/batches/{batch_id}/retry").json()
+    run_open_tasks(desk)
+    assert [row.custom_id for row in desk.jobs(again["id"])] == [f"c{n}" for n in range(1, LINES)]
+
+
+# Other tenants, unknown ids
+
+
+def test_actions_on_unknown_batches_and_on_another_tenants(api: Api, desk: Desk) -> None:
+    made = api.create()
+    set_status(api, made["id"], BatchStatus.CANCELLED)
+    other = api.as_tenant(api.make_key("other"))
+    for batch_id in (made["id"], make_id("batch_", 1, b"0" * 10), "batch_1", "%00"):
+        for method, path in ALL_CALLS:
+            answer = other.request(method, f"/v1/batches/{batch_id}{path}", json={})
+            check_refused(answer, 404, "not_found", "batch_id")
+    assert desk.batch(made["id"]).status is BatchStatus.CANCELLED
+    other.close()
