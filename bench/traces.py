@@ -26,6 +26,7 @@ from service.core.plan import Backlog
 from service.core.policies import POLICIES, make_policy
 from service.core.replay import EngineShape, FleetJobs, jobs_at_once, replay_fleet
 from service.core.trace import TRACE_BLOCK_TOKENS, read_trace
+from service.forecast import too_long
 
 ONLINE = tuple(name for name in POLICIES if name not in ("prefix", "shared_queue"))  # place a job when it comes
 SCENARIOS = ("known", "unknown", "window", "late", "late_mixed")
@@ -79,6 +80,14 @@ def shape_of(prompts: PromptSet, kv_tokens: int) -> EngineShape:
     return EngineShape(block_size=prompts.block_size, kv_capacity_tokens=kv_tokens)
 
 
+def fitting(jobs: Backlog, shape: EngineShape) -> tuple[Backlog, int]:
+    """The jobs that the cache of an engine can hold, and how many it cannot: nobody is told of those, as in
+    `trunkline plan`."""
+    fleet = jobs_at_once(jobs)
+    left_out = too_long(fleet, shape)
+    return fleet.take(np.setdiff1d(np.arange(len(jobs.keys)), left_out)).jobs, len(left_out)
+
+
 def as_scenario(scenario: str, jobs: Backlog, makespan_seconds: Callable[[], float]) -> FleetJobs:
     """What arrives when, and what the planner is told of it.
 
@@ -128,14 +137,15 @@ class Bench:
             self._loaded[cell.prompts] = self._sets[cell.prompts]()
         prompts = self._loaded[cell.prompts]
         known = replace(cell, scenario="known")
-        jobs = as_scenario(cell.scenario, prompts.jobs, lambda: self.figures(known).makespan_seconds)
+        shape = shape_of(prompts, cell.kv_tokens)
+        left, n_left_out = fitting(prompts.jobs, shape)
+        jobs = as_scenario(cell.scenario, left, lambda: self.figures(known).makespan_seconds)
         window = _WINDOW_JOBS if cell.scenario == "window" else None
         began = time.monotonic()
-        shapes = [shape_of(prompts, cell.kv_tokens)] * cell.instances
-        result = replay_fleet(jobs, make_policy(cell.policy, window_jobs=window), shapes)
+        result = replay_fleet(jobs, make_policy(cell.policy, window_jobs=window), [shape] * cell.instances)
         return Figures(
-            jobs=len(prompts.jobs.keys) - result.refused_jobs,
-            too_long=result.refused_jobs,
+            jobs=len(left.keys),
+            too_long=n_left_out,
             hit_rate=result.hit_rate,
             bound=result.bound,
             makespan_seconds=result.makespan_seconds,
@@ -185,7 +195,7 @@ def cells_of(options: argparse.Namespace, names: Sequence[str]) -> Iterator[Cell
 def as_table(rows: Sequence[dict[str, Any]]) -> Table:
     """For the eye."""
     table = Table(title="The plan on simulated engines", title_justify="left")
-    for head in ("set", "K", "KV", "told", "hit", "/bound", "makespan", "x r.robin", "x best online", "max/mean"):
+    for head in ("set", "K", "KV", "too long", "told", "hit", "/bound", "makespan", "x r.robin", "x best online", "max/mean"):
         table.add_column(head, justify="left" if head in ("set", "told") else "right")
     for row in rows:
         online = row.get("makespan_gain_over_best_online")
@@ -193,6 +203,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> Table:
             row["prompts"],
             str(row["instances"]),
             f"{row['kv_tokens']:.0e}",
+            str(row["too_long"]),
             row["scenario"],
             f"{row['hit_rate']:.4f}",
             f"{row['eta']:.4f}",

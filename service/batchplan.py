@@ -1,14 +1,15 @@
 """`POST /v1/batches/plan`: a batch file read as intake reads it, and its jobs replayed on the instances that are ready.
 
 Runs as a process of its own (`python -m service.batchplan`): it keeps a core busy for up to minutes, and the API
-answers others meanwhile. The question comes on standard input and the answer goes to standard output, as JSON;
-nothing else is written, since whatever fails may have quoted a prompt. It needs no database.
+answers others meanwhile. The question comes as a line on standard input, the answer goes to standard output, both as
+JSON. It needs no database.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from service.store.blobs import Blobs
 from service.tokenizing import KeyRequest, Tokenizing
 
 NO_INSTANCE_BLOCK_TOKENS = 32  # as intake takes it for the bound of a batch
+_STANDARD_INPUT = 0
 _NICENESS = 10  # others of this host go first
 _MAX_BATCHED_TOKENS = 8192  # of an engine step: vLLM's default; no boot says
 
@@ -42,6 +44,7 @@ class ReadyInstance:
 
     name: str
     model: str
+    engine: str
     block_size: int
     kv_capacity_tokens: int
     max_num_seqs: int
@@ -83,16 +86,14 @@ class BatchPlan:
     predicted_cached_tokens: int | None
     round_robin_cached_tokens: int | None
     estimated_seconds: float | None
-    instances: list[str]  # those that serve these models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """A plan, or the name of the error that there is instead; `is_unavailable`: it may pass."""
+    """A plan, or the name of what is not there: the file's bytes, or a tokenizer."""
 
     plan: BatchPlan | None = None
-    failed: str | None = None
-    is_unavailable: bool = False
+    missing: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,7 @@ def plan_batch(question: PlanQuestion, pieces: Iterable[bytes]) -> BatchPlan:
     errors = findings.all_errors()
     parts = [_part(question, name, columns[name]) for name in sorted(columns)]
     return BatchPlan(
-        lines=validator.lines,
+        lines=min(validator.lines, question.max_lines),
         valid=sum(len(item.lines) for item in columns.values()),
         errors=errors,
         models=sorted(columns),
@@ -135,7 +136,6 @@ def plan_batch(question: PlanQuestion, pieces: Iterable[bytes]) -> BatchPlan:
         predicted_cached_tokens=_sum(part.cached_tokens for part in parts),
         round_robin_cached_tokens=_sum(part.round_robin_cached_tokens for part in parts),
         estimated_seconds=_longest(part.seconds for part in parts),
-        instances=sorted(instance.name for instance in question.instances if instance.model in columns),
     )
 
 
@@ -234,20 +234,30 @@ ANSWER = TypeAdapter(PlanAnswer)
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    """Whatever fails is named, and nothing is said of it: its message may quote a prompt."""
+    """What fails is named, and nothing more is said of it: a message may quote a prompt."""
     try:
         blobs = Blobs(question.store_location)
         return PlanAnswer(plan=plan_batch(question, blobs.read(question.store_path)))
     except (StoreFailed, ModelMissing) as error:
-        return PlanAnswer(failed=type(error).__name__, is_unavailable=True)
-    except Exception as error:  # the end of the process: whoever asked hears of it
-        return PlanAnswer(failed=type(error).__name__)
+        return PlanAnswer(missing=type(error).__name__)
 
 
 def main() -> None:
     os.nice(_NICENESS)
-    found = answer(QUESTION.validate_json(sys.stdin.buffer.read()))
-    sys.stdout.buffer.write(ANSWER.dump_json(found))
+    question = bytearray()
+    while not question.endswith(b"\n"):
+        piece = os.read(_STANDARD_INPUT, 1 << 16)
+        if not piece:
+            return
+        question += piece
+    threading.Thread(target=_end_with_the_asker, daemon=True).start()
+    sys.stdout.buffer.write(ANSWER.dump_json(answer(QUESTION.validate_json(bytes(question)))))
+
+
+def _end_with_the_asker() -> None:
+    """Standard input stays open as long as whoever asked lives."""
+    os.read(_STANDARD_INPUT, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from service.cli_doctor import doctor
 from service.cli_keys import keys
 from service.cli_plan import plan
 from service.cli_stats import stats
+from service.cli_tenants import tenants
 from service.cli_webhooks import webhooks
 from service.connections import find_connections
 from service.logs import set_up_logging
@@ -33,6 +34,7 @@ def register(app: typer.Typer) -> None:
     app.command("migrate")(migrate)
     app.command("servers")(servers)
     app.add_typer(keys, name="keys")
+    app.add_typer(tenants, name="tenants")
     app.add_typer(webhooks, name="webhooks")
 
 

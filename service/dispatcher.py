@@ -28,17 +28,16 @@ from service.feeding import Feeding
 from service.leader import Leader
 from service.live_backlog import LiveBacklog
 from service.migrate import check_schema
-from service.planner_input import FleetLoad, bulk_room, kv_tokens, ledger_view, single_cohort, singles_room
+from service.planner_input import FleetLoad, bulk_room, kv_tokens, singles_room
 from service.rate_keeper import RateKeeper
 from service.settings import Settings
+from service.singles_lane import SinglesLane
 from service.store import backlog, dispatching, instances, pauses
 from service.store.dispatching import Edge, Message
 from service.store.instances import Boot
 from service.store.session import DATABASE_AWAY, Database, first_line
 
 log = logging.getLogger(__name__)
-
-_SINGLES_PER_PASS = 256
 
 
 class Dispatcher:
@@ -49,7 +48,8 @@ class Dispatcher:
         self._settings = settings
         self._database = database
         self._publisher = publisher
-        self._ledger = Ledger()
+        self._ledger = Ledger()  # used under the lane's lock
+        self.lane = SinglesLane(database, self.publish, self._ledger)
         self._known_boots: frozenset[int] = frozenset()
         self._rates = RateKeeper()
         self._corrections = CorrectionFeed()
@@ -68,9 +68,8 @@ class Dispatcher:
         models = sorted({boot.model for boot in boots})
         self._learn(boots)
         self._database.run(self._isolate_suspects)
-        for model in models:
-            self._database.run(partial(self._place_singles, model=model, boots=boots))
-        published = self._dispatch_all(boots, interactive=True)
+        self.lane.set_boots(boots)
+        published = self.lane.step() + self._dispatch_all(boots, interactive=True)
         self._database.run(lambda conn: rebalance.rescue_orphans(conn, boots))
         self._feed(models, boots)
         return published + self._dispatch_all(boots, interactive=False)
@@ -110,40 +109,20 @@ class Dispatcher:
         is gone took its cache with it."""
         self._rates.refit_due(self._database, boots, time.monotonic())
         now = frozenset(boot.id for boot in boots)
-        for boot_id in self._known_boots - now:
-            self._ledger.forget(boot_id)
-        self._known_boots = now
-        for boot in boots:
-            self._ledger.open(boot.id, kv_tokens(boot))
-        for item in self._database.run(lambda conn: self._corrections.next(conn, now)):
-            self._ledger.correct(item.boot_id, item.key, item.measured_cached_tokens, item.prompt_tokens)
+        corrections = self._database.run(lambda conn: self._corrections.next(conn, now))
+        with self.lane.lock:
+            for boot_id in self._known_boots - now:
+                self._ledger.forget(boot_id)
+            self._known_boots = now
+            for boot in boots:
+                self._ledger.open(boot.id, kv_tokens(boot))
+            for item in corrections:
+                self._ledger.correct(item.boot_id, item.key, item.measured_cached_tokens, item.prompt_tokens)
 
     def _isolate_suspects(self, conn: sa.Connection) -> None:
         for suspect in backlog.suspects(conn, limit=50):
             count = backlog.isolate(conn, suspect)
             log.warning("cohort=%d failed twice: its %d open jobs run alone", suspect.cohort_id, count)
-
-    def _place_singles(self, conn: sa.Connection, model: str, boots: Sequence[Boot]) -> None:
-        """Jobs without a backlog go, one by one, where the least work is left to do for them."""
-        waiting = backlog.waiting_singles(conn, model, _SINGLES_PER_PASS)
-        if not waiting:
-            return
-        fleet = FleetLoad(boots=list(boots), loads=dispatching.queue_loads(conn))
-        by_id = {boot.id: boot for boot in fleet.of_model(model)}
-        load_seconds = {boot.id: fleet.seconds(boot.queue) for boot in by_id.values()}
-        sequence = backlog.next_sequence(conn)
-        placed = []
-        for position, (priority, single) in enumerate(waiting):
-            views = [ledger_view(boot, load_seconds[boot.id]) for boot in by_id.values()]
-            choice = self._ledger.choose(single.prefix_key, single.prompt_tokens, views, single.output_tokens)
-            if choice is None:
-                return
-            boot = by_id[choice.boot_id]
-            cohort = single_cohort(boot, model, single, priority, sequence + position, choice.predicted_cached_tokens)
-            load_seconds[boot.id] += cohort.estimated_seconds
-            placed.append(cohort)
-            self._ledger.record(boot.id, single.prefix_key, single.prompt_tokens, single.output_tokens)
-        backlog.insert_cohorts(conn, placed)
 
     def _dispatch(self, boot: Boot, loads: list[dispatching.QueueLoad], interactive: bool) -> list[Message]:
         """Fill the free slots of one boot; committed when this returns."""
@@ -172,26 +151,32 @@ class Dispatcher:
 
         messages, edges = self._database.run(move)
         self._live.forget_batches(held_back)
-        for edge in edges:
-            self._ledger.record(boot.id, edge.prefix_key, edge.prompt_tokens)
+        with self.lane.lock:
+            for edge in edges:
+                self._ledger.record(boot.id, edge.prefix_key, edge.prompt_tokens)
         return messages
 
 
 def run_until_lost(settings: Settings, database: Database, publisher: Publisher, stop: threading.Event) -> None:
     """Lead, or stand by, until told to stop. Raises what the database raises when the connection is lost."""
     leader = Leader(database)
+    lane: SinglesLane | None = None
     try:
         while not leader.leads():
             if stop.wait(1.0):
                 return
         log.info("this dispatcher leads")
         dispatcher = Dispatcher(settings, database, publisher)
+        lane = dispatcher.lane
+        lane.start()
         chores = reaper.Reaper(settings, database, publisher)
         while not stop.is_set():
             dispatcher.publish(chores.step())
             dispatcher.step()
             leader.wait(0.0 if dispatcher.has_more else settings.dispatch_poll_seconds)
     finally:
+        if lane is not None:
+            lane.stop()
         leader.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from enum import Enum, auto
 from itertools import islice
 from typing import Any
 
@@ -24,9 +25,10 @@ from service.core.batchfile import (
 )
 from service.core.model import BatchStatus
 from service.errors import StoreFailed
+from service.file_tokens import TokenEstimate, rough_estimate, sampled_estimate
 from service.findings import Findings, check_lines
 from service.grouping import measure_batch
-from service.store import batches, control, files, lines, tenants
+from service.store import batches, control, files, lines, quotas, tenants
 from service.store.batches import Batch
 from service.store.blobs import BlobMissing
 from service.store.control import ControlTask
@@ -38,6 +40,14 @@ log = logging.getLogger(__name__)
 
 CHUNK_LINES = 1_000
 _CHUNK_BYTES = 16 * 2**20  # long lines make smaller chunks
+
+
+class _Begun(Enum):
+    """How an attempt to leave `validating` ended."""
+
+    YES = auto()
+    LEFT = auto()  # the batch was cancelled or expired meanwhile; the task is finished
+    UNSURE = auto()  # whether its tokens fit: they must be looked at
 
 
 def run_intake(work: Work, task: ControlTask) -> None:
@@ -77,7 +87,7 @@ def _validate(work: Work, task: ControlTask, batch: Batch, path: str) -> bool:
     if errors:
         _fail(work, task, errors)
         return False
-    return _begin(work, task, batch, findings)
+    return _begin(work, task, batch, findings, path)
 
 
 def _read_all(work: Work, task: ControlTask, batch: Batch, path: str, is_skipping: bool) -> Findings | None:
@@ -118,28 +128,40 @@ def _keep_errors(work: Work, task: ControlTask, batch: Batch, refused: list[Line
     return work.database.run(keep)
 
 
-def _begin(work: Work, task: ControlTask, batch: Batch, findings: Findings) -> bool:
+def _begin(work: Work, task: ControlTask, batch: Batch, findings: Findings, path: str) -> bool:
     """validating -> in_progress with the total, or failed over the tenant's quota; False when pass 2 has no place."""
+    estimate = rough_estimate(work.blobs.size(path), findings.lines)
+    begun = work.database.run(lambda conn: _try_to_begin(conn, work, task, batch, findings, estimate))
+    if begun is _Begun.UNSURE:
+        estimate = sampled_estimate(work, batch, path, findings.lines)
+        begun = work.database.run(lambda conn: _try_to_begin(conn, work, task, batch, findings, estimate))
+    if isinstance(begun, str):
+        _fail(work, task, [{"code": "token_limit_exceeded", "line": None, "message": begun, "param": None}])
+    return begun is _Begun.YES
+
+
+def _try_to_begin(
+    conn: sa.Connection, work: Work, task: ControlTask, batch: Batch, findings: Findings, estimate: TokenEstimate
+) -> _Begun | str:
+    """A text says why the file does not fit into the tenant's quota. Nothing is written unless YES or LEFT."""
+    work.hold(conn, task)
+    quotas.lock_tenant(conn, batch.tenant_id)
+    has = quotas.standing(conn, batch.tenant_id, quotas.default_quota(work.settings))
+    if has.lines + findings.lines > has.quota.lines:
+        return f"The batch's {findings.lines} lines would take those queued of this tenant above {has.quota.lines}."
+    if has.tokens + estimate.most > has.quota.tokens:
+        if not estimate.is_sampled:
+            return _Begun.UNSURE
+        return f"The batch's {estimate.tokens} tokens would take those queued of this tenant above {has.quota.tokens}."
     model = next(iter(findings.models)) if len(findings.models) == 1 else None
-    limit = work.settings.max_queued_lines
-
-    def begin(conn: sa.Connection) -> str:
-        work.hold(conn, task)
-        if batches.unfinished_lines(conn, batch.tenant_id) + findings.lines > limit:
-            return "over quota"
-        if not batches.move_batch(conn, batch.id, BatchStatus.IN_PROGRESS, total=findings.lines, model=model):
-            control.finish_task(conn, task)
-            return "left"
-        refused = lines.count_line_errors(conn, batch.id)
-        if refused:
-            batches.add_progress(conn, batch.id, batches.Progress(failed=refused, skipped=refused))
-        return "begun"
-
-    outcome = work.database.run(begin)
-    if outcome == "over quota":
-        message = f"The batch would take the queued lines of this tenant above {limit}."
-        _fail(work, task, [{"code": "token_limit_exceeded", "line": None, "message": message, "param": None}])
-    return outcome == "begun"
+    columns = {"total": findings.lines, "prompt_tokens": estimate.tokens, "model": model}
+    if not batches.move_batch(conn, batch.id, BatchStatus.IN_PROGRESS, **columns):
+        control.finish_task(conn, task)
+        return _Begun.LEFT
+    refused = lines.count_line_errors(conn, batch.id)
+    if refused:
+        batches.add_progress(conn, batch.id, batches.Progress(failed=refused, skipped=refused))
+    return _Begun.YES
 
 
 def _fail(work: Work, task: ControlTask, errors: list[dict[str, Any]]) -> None:
@@ -240,11 +262,13 @@ def _commit_chunk(work: Work, task: ControlTask, batch: Batch, new: list[NewLine
 
 def _finish(work: Work, task: ControlTask, batch: Batch) -> None:
     groups, bound = measure_batch(work, batch.id)
+    tokens = work.database.run(lambda conn: lines.prompt_tokens_of(conn, batch.id))
 
     def finish(conn: sa.Connection) -> None:
         work.hold(conn, task)
         if lines.lock_intake(conn, batch.id) is not None:
-            batches.update_batch(conn, batch.id, intake_done=True, prefix_groups=groups, bound_tokens=bound)
+            counted = {"prefix_groups": groups, "bound_tokens": bound, "prompt_tokens": tokens}
+            batches.update_batch(conn, batch.id, intake_done=True, **counted)
             lines.notify_dispatcher(conn)
         control.finish_task(conn, task)
 

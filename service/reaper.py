@@ -50,6 +50,7 @@ class Reaper:
         self._reap_from = clock() + settings.lease_seconds
         self._last_step = clock()
         self._messages: list[Message] = []
+        self._webhooks_from = 0.0
         lease_check = min(1.0, settings.lease_seconds / 5)
         self._chores = [
             _Chore(self._leases, lease_check),
@@ -57,6 +58,7 @@ class Reaper:
             _Chore(self._lost_messages, settings.republish_seconds / 4),
             _Chore(self._batches, _ENDED_SECONDS),
             _Chore(self._control_hints, settings.sweep_seconds / 5),
+            _Chore(self._webhooks, settings.sweep_seconds / 5),
             _Chore(self._single_ends, _ENDED_SECONDS),
             _Chore(self._compact, _COMPACT_SECONDS),
         ]
@@ -110,7 +112,16 @@ class Reaper:
     def _control_hints(self) -> None:
         seconds = self._settings.sweep_seconds
         self._send(self._database.run(lambda conn: control.unpublished_tasks(conn, seconds)))
+
+    def _webhooks(self) -> None:
+        """In a tenth of this process's time at the most: there is no limit to how many wait for one bad receiver."""
+        started = self._clock()
+        if started < self._webhooks_from:
+            return
+        seconds = self._settings.sweep_seconds
         self._send(self._database.run(lambda conn: webhooks.due_webhooks(conn, seconds)))
+        ended = self._clock()
+        self._webhooks_from = ended + 9 * (ended - started)
 
     def _send(self, task_ids: list[int]) -> None:
         sent = []

@@ -165,7 +165,11 @@ class Sender:
                     items.append(self._waiting.get_nowait())
             is_open = None not in items
             for address, message, since in _packed(item for item in items if item is not None):
-                self._deliver(address, message, since)
+                try:
+                    self._deliver(address, message, since)
+                except Exception:  # the thread's loop: it must go on
+                    log.exception("a relayed message is dropped")
+                    self._forget()
         self._forget()
 
     def _deliver(self, address: str, message: Chunk | Signal, since: float) -> None:
@@ -239,7 +243,10 @@ class Listener:
             except _AWAY as error:
                 self._listening.clear()
                 log.warning("the relay hears nothing for now: %s", first_line(error))
-                self._stopping.wait(_PAUSE_SECONDS)
+            except Exception:  # the thread's loop: it must go on
+                self._listening.clear()
+                log.exception("the relay hears nothing for now")
+            self._stopping.wait(_PAUSE_SECONDS)
 
     def _listen(self, connection: Connection) -> None:
         exchange = _exchange(connection, self._address)

@@ -20,7 +20,7 @@ def run_delete(work: Work, task: ControlTask) -> None:
     """The handler of DELETE; idempotent. Results, jobs, line errors and progress go, the batch's own row last.
 
     While an instance still has a cohort with lines of this batch among others, the task is given back and comes again.
-    Files stay: they are the tenant's, and have a delete of their own. So do cohorts and their events, which mix batches.
+    Files stay: they are the tenant's, and have a delete of their own. Cohorts and their events mix batches, and stay.
     """
 
     def is_out(conn: sa.Connection) -> bool:

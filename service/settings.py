@@ -19,6 +19,9 @@ from service.errors import SettingError
 _CLIENT_NAMES = ("TRUNKLINE_BASE_URL", "TRUNKLINE_API_KEY")
 
 
+_LEAST_RELAY_SILENCE_SECONDS = 3.0
+
+
 def _setting(env: str, default: Any, help: str, *, secret: bool = False) -> Any:
     return field(default=default, metadata={"env": env, "help": help, "secret": secret})
 
@@ -75,6 +78,9 @@ class Settings:
     max_window_days: int = _setting("TRUNKLINE_MAX_WINDOW_DAYS", 30, "Longest completion_window.")
     max_queued_lines: int = _setting(
         "TRUNKLINE_MAX_QUEUED_LINES", 10_000_000, "Unfinished lines a tenant may have before a create answers 429."
+    )
+    max_queued_tokens: int = _setting(
+        "TRUNKLINE_MAX_QUEUED_TOKENS", 10_000_000_000, "The same for the prompt tokens of those lines."
     )
     default_output_tokens: int = _setting(
         "TRUNKLINE_DEFAULT_OUTPUT_TOKENS", 256, "Predicted answer length of a job that sets no max_tokens."
@@ -147,6 +153,12 @@ class Settings:
         "TRUNKLINE_DISPATCH_POLL_SECONDS", 1.0, "How often the dispatcher looks when nothing wakes it."
     )
     cohort_jobs: int = _setting("TRUNKLINE_COHORT_JOBS", 512, "Most jobs in one cohort.")
+    plans_at_once: int = _setting(
+        "TRUNKLINE_PLANS_AT_ONCE", 2, "Batch plans that an API process makes at once, one of each tenant; then 429."
+    )
+    plan_seconds: float = _setting(
+        "TRUNKLINE_PLAN_SECONDS", 600.0, "How long `POST /v1/batches/plan` may take; a file that takes longer is 400."
+    )
 
     def __post_init__(self) -> None:
         if self.state_folder is None:
@@ -183,6 +195,11 @@ def check_settings(settings: Settings) -> None:
         raise SettingError("TRUNKLINE_HEARTBEAT_SECONDS must be at most half of TRUNKLINE_LEASE_SECONDS.")
     if settings.heartbeat_seconds * 2 > settings.stale_boot_seconds:
         raise SettingError("TRUNKLINE_HEARTBEAT_SECONDS must be at most half of TRUNKLINE_STALE_BOOT_SECONDS.")
+    if settings.relay_silence_seconds < _LEAST_RELAY_SILENCE_SECONDS:
+        raise SettingError(
+            f"TRUNKLINE_RELAY_SILENCE_SECONDS must be at least {_LEAST_RELAY_SILENCE_SECONDS:g}: an API process "
+            "acknowledges once a second."
+        )
     if settings.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise SettingError("TRUNKLINE_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR.")
     if settings.plan_policy not in tuple(PolicyName):

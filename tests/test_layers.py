@@ -41,6 +41,7 @@ RANKS = {
     "service.cli_doctor": SURFACE,
     "service.cli_fit": SURFACE,
     "service.cli_keys": SURFACE,
+    "service.cli_tenants": SURFACE,
     "service.cli_plan": SURFACE,
     "service.cli_webhooks": SURFACE,
     "service.demo": SURFACE,

@@ -21,6 +21,8 @@ from trunkline.errors import (
     UnreadableReply,
 )
 from trunkline.wire import Batch, BatchUsage, Error, File, Job, LineError, Model, Page, Result, Usage
+from trunkline.wire_lines import BatchLine
+from trunkline.wire_reports import Plan, Report
 
 __all__ = [
     "APIError",
@@ -28,6 +30,7 @@ __all__ = [
     "AuthenticationError",
     "Batch",
     "BatchFailed",
+    "BatchLine",
     "BatchUsage",
     "Client",
     "ConfigError",
@@ -44,7 +47,9 @@ __all__ = [
     "NotFoundError",
     "Page",
     "PermissionDenied",
+    "Plan",
     "QuotaError",
+    "Report",
     "Result",
     "ServerError",
     "TimedOut",

@@ -19,6 +19,7 @@ from trunkline._requests import Call, Reply
 from trunkline._retry import Unreachable, retry_after_seconds, retry_delay_seconds
 from trunkline.errors import BatchFailed, ConnectionFailed, InputError, JobFailed, TimedOut, TrunklineError
 from trunkline.wire import Batch, File, Job, Page, Wire
+from trunkline.wire_reports import Plan
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Wire)
@@ -107,6 +108,21 @@ class Flows:
             idempotency_key=idempotency_key or new_key(),
         )
         return (yield from self.send(create))
+
+    def plan(
+        self,
+        source: Source,
+        *,
+        endpoint: str,
+        completion_window: str,
+        model: str | None,
+        queue: Mapping[str, str] | None,
+    ) -> Flow[Plan]:
+        input_file = yield from self._input_file(source, endpoint, model)
+        plan = requests.plan_batch(
+            input_file_id=input_file.id, endpoint=endpoint, completion_window=completion_window, queue=queue
+        )
+        return (yield from self.send(plan))
 
     def wait(
         self,

@@ -16,10 +16,14 @@ from pydantic import BaseModel, ValidationError
 
 from trunkline.errors import APIError, UnreadableReply, api_error
 from trunkline.wire import Batch, Deleted, File, Job, Model, Page
+from trunkline.wire_lines import BatchLine
+from trunkline.wire_reports import Plan, Report
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
+_RETRY_SECONDS = 240  # the server writes a new input file first: some seconds for each 100,000 lines
+_PLAN_SECONDS = 600  # what the server may take by default
 _SHOWN_BODY_BYTES = 120  # of an answer that is no envelope
 
 
@@ -133,12 +137,49 @@ def get_batch(batch_id: str) -> Call[Batch]:
     return Call(method="GET", path=f"/batches/{_segment(batch_id)}", read=_as(Batch))
 
 
+def plan_batch(
+    *, input_file_id: str, endpoint: str, completion_window: str, queue: Mapping[str, str] | None
+) -> Call[Plan]:
+    """Nothing is created; the answer may take minutes."""
+    body = _present(input_file_id=input_file_id, endpoint=endpoint, completion_window=completion_window, queue=queue)
+    return Call(method="POST", path="/batches/plan", json=body, wait_seconds=_PLAN_SECONDS, read=_as(Plan))
+
+
+def get_report(batch_id: str) -> Call[Report]:
+    return Call(method="GET", path=f"/batches/{_segment(batch_id)}/report", read=_as(Report))
+
+
 def list_batches(after: str | None, limit: int) -> Call[Page[Batch]]:
     return Call(method="GET", path="/batches", params=_present(after=after, limit=limit), read=_as(Page[Batch]))
 
 
 def cancel_batch(batch_id: str) -> Call[Batch]:
     return Call(method="POST", path=f"/batches/{_segment(batch_id)}/cancel", read=_as(Batch))
+
+
+def update_batch(
+    batch_id: str, *, priority: str | None, paused: bool | None, completion_window: str | None
+) -> Call[Batch]:
+    """What is None stays as it is."""
+    queue = _present(priority=priority, paused=paused)
+    body = _present(queue=queue or None, completion_window=completion_window)
+    return Call(method="PATCH", path=f"/batches/{_segment(batch_id)}", json=body, read=_as(Batch))
+
+
+def delete_batch(batch_id: str) -> Call[Deleted]:
+    return Call(method="DELETE", path=f"/batches/{_segment(batch_id)}", read=_as(Deleted))
+
+
+def retry_batch(batch_id: str, idempotency_key: str) -> Call[Batch]:
+    headers = {"idempotency-key": idempotency_key}
+    path = f"/batches/{_segment(batch_id)}/retry"
+    return Call(method="POST", path=path, json={}, headers=headers, wait_seconds=_RETRY_SECONDS, read=_as(Batch))
+
+
+def list_lines(batch_id: str, status: str | None, after: str | None, limit: int) -> Call[Page[BatchLine]]:
+    params = _present(status=status, after=after, limit=limit)
+    path = f"/batches/{_segment(batch_id)}/requests"
+    return Call(method="GET", path=path, params=params, read=_as(Page[BatchLine]))
 
 
 def batch_results(batch_id: str, after: str | None, limit: int) -> Call[ResultsPage]:

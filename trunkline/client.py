@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from trunkline import _requests as requests
-from trunkline._flows import Emit, Flow, Flows, Pause, Send, Source
+from trunkline._flows import Emit, Flow, Flows, Pause, Send, Source, new_key
 from trunkline._lines import CHAT, Item
+from trunkline._requests import Reply
 from trunkline._retry import Unreachable
 from trunkline._transport import (
     DEFAULT_MAX_RETRIES,
@@ -23,6 +24,8 @@ from trunkline._transport import (
 )
 from trunkline.config import read_config
 from trunkline.wire import Batch, File, Job, Model, Result
+from trunkline.wire_lines import BatchLine
+from trunkline.wire_reports import Plan, Report
 
 T = TypeVar("T")
 
@@ -110,6 +113,25 @@ class Client:
         )
         return self._run(flow)
 
+    def plan(
+        self,
+        source: Source,
+        *,
+        endpoint: str = CHAT,
+        completion_window: str = "24h",
+        model: str | None = None,
+        queue: Mapping[str, str] | None = None,
+    ) -> Plan:
+        """What the batch of this source would come to: line errors, prefix groups, predicted hit rate and time.
+
+        Creates no batch. What is no File is uploaded first; to run it afterwards, give `plan` and `batch` the same
+        File. It takes as long as tokenising the whole file does: half a minute, or minutes.
+        """
+        flow = self._flows.plan(
+            source, endpoint=endpoint, completion_window=completion_window, model=model, queue=queue
+        )
+        return self._run(flow)
+
     def wait(
         self,
         batch: Batch | str,
@@ -142,8 +164,48 @@ class Client:
         """Ask for a single job to be cancelled. Raises ConflictError where it has ended."""
         return self._run(self._flows.send(requests.cancel_job(id_of(job))))
 
+    def update_batch(
+        self,
+        batch: Batch | str,
+        *,
+        priority: str | None = None,
+        paused: bool | None = None,
+        completion_window: str | None = None,
+    ) -> Batch:
+        """Change a batch that has not ended; None: as it is. `completion_window` counts from its creation.
+
+        Of a paused batch what is out at an engine finishes, and nothing more goes out. Raises ConflictError.
+        """
+        call = requests.update_batch(
+            id_of(batch), priority=priority, paused=paused, completion_window=completion_window
+        )
+        return self._run(self._flows.send(call))
+
+    def retry(self, batch: Batch | str, *, idempotency_key: str | None = None) -> Batch:
+        """A new batch of the failed, cancelled and expired lines of one that has ended. Raises ConflictError,
+        InvalidRequestError where every line was answered."""
+        return self._run(self._flows.send(requests.retry_batch(id_of(batch), idempotency_key or new_key())))
+
+    def requests(
+        self, batch: Batch | str, *, status: str | None = None, limit: int | None = None
+    ) -> Iterator[BatchLine]:
+        """The lines of a batch, by line number: where each stands, where it ran, what its cache gave."""
+        batch_id = id_of(batch)
+        return self._iterate(
+            self._flows.pages(lambda after, size: requests.list_lines(batch_id, status, after, size), limit)
+        )
+
+    def delete_batch(self, batch: Batch | str) -> bool:
+        """Delete a batch that has ended, with its results; its files stay. Raises ConflictError."""
+        return self._run(self._flows.send(requests.delete_batch(id_of(batch)))).deleted
+
     def get_batch(self, batch: Batch | str) -> Batch:
         return self._run(self._flows.send(requests.get_batch(id_of(batch))))
+
+    def report(self, batch: Batch | str) -> Report:
+        """Lines by outcome, tokens and misses, instances, the slowest lines and the commonest errors; also of a batch
+        that still runs."""
+        return self._run(self._flows.send(requests.get_report(id_of(batch))))
 
     def get_job(self, job: Job | str) -> Job:
         return self._run(self._flows.send(requests.get_job(id_of(job))))
@@ -214,7 +276,7 @@ class Client:
         finally:
             flow.close()
 
-    def _do(self, step: Send | Pause | Emit) -> requests.Reply | Unreachable | None:
+    def _do(self, step: Send | Pause | Emit) -> Reply | Unreachable | None:
         match step:
             case Send(call):
                 try:

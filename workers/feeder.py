@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from service.core.model import Outcome, Priority
 from service.store.cohorts import Claim, ClaimedJob
 from workers.engines.base import Engine, EngineGone, EngineReply, EngineRequest, EngineTimeout, EventSink
-from workers.streams import Streams
+from workers.streams import Outlet, Streams
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Ended:
     ending: Ending
     run_seconds: float
     ended_at: float  # the loop's clock, which is time.monotonic
+    relayed: bool = False  # its client has a part of the answer: it is not run again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,6 +151,11 @@ class _Flight:
     began: float
     ending: Ending | None = None  # set before the task is cancelled: why
     silent: bool = False  # nobody waits for its end any more
+    outlet: Outlet | None = None  # of a streamed answer
+
+    @property
+    def relayed(self) -> bool:
+        return self.outlet is not None and self.outlet.has_relayed
 
 
 @dataclass(slots=True)
@@ -287,7 +293,7 @@ class Feeder:
         else:
             ending = task.result()
         if not flight.silent:
-            self._end(item, ending, flight.began)
+            self._end(item, ending, flight.began, relayed=flight.relayed)
         self._pump()
 
     async def _submit(self, item: Waiting) -> Ending:
@@ -303,11 +309,12 @@ class Feeder:
         request = self._request(item)
         if item.job.stream_to is None or self.streams is None:
             return self.engine.submit(request)
+        outlet = self._flights[item].outlet = self.streams.open(item.job.stream_to)
 
         def streamed(events: EventSink) -> Awaitable[EngineReply]:
             return self.engine.submit(replace(request, events=events))
 
-        return self.streams.relay(item.job.stream_to, streamed)
+        return self.streams.relay(outlet, streamed)
 
     async def _unless_dying(self, ending: Ending) -> Ending:
         """`ending`, or Crashed: an engine whose core died answers 500 to all that it has, and only then exits."""
@@ -342,7 +349,7 @@ class Feeder:
             timeout_seconds=self.timeout_seconds,
         )
 
-    def _end(self, item: Waiting, ending: Ending, began: float | None = None) -> None:
+    def _end(self, item: Waiting, ending: Ending, began: float | None = None, *, relayed: bool = False) -> None:
         now = asyncio.get_running_loop().time()
         run_seconds = now - began if began is not None else 0.0
-        item.sink(Ended(job=item.job, ending=ending, run_seconds=run_seconds, ended_at=now))
+        item.sink(Ended(job=item.job, ending=ending, run_seconds=run_seconds, ended_at=now, relayed=relayed))

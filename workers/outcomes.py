@@ -9,7 +9,7 @@ from service.core.usage import UNKNOWN
 from service.store.cohorts import Claim, ClaimedJob
 from service.store.results import FinishedJob
 from workers.engines.base import EngineReply
-from workers.feeder import Aborted, Ended, TimedOut
+from workers.feeder import Aborted, Crashed, Ended, TimedOut
 from workers.life import Life
 
 MAX_CRASHES = 3  # a job in flight at that many engine deaths is ended, not run
@@ -30,7 +30,10 @@ def finished_job(item: Ended, claim: Claim, life: Life, *, leads: bool) -> Finis
     run_ms = round(item.run_seconds * 1000)
     since_start_ms = max(0, round((time.monotonic() - item.ended_at) * 1000)) + run_ms
     if not isinstance(item.ending, EngineReply):
-        return _unanswered(item.job, _error_code(item), run_ms=run_ms, started_ms_ago=since_start_ms)
+        code = _error_code(item)
+        is_broken_off = item.relayed and code in (LineErrorCode.ENGINE_CRASH, LineErrorCode.WORKER_LOST)
+        message = _BROKEN_OFF if is_broken_off else _MESSAGES[code]
+        return _unanswered(item.job, code, message, run_ms=run_ms, started_ms_ago=since_start_ms)
     reply = item.ending
     is_success = 200 <= reply.status_code < 300
     cause = life.watch.finish(item, claim, reply.usage, leads=leads) if is_success else None
@@ -52,26 +55,31 @@ def finished_job(item: Ended, claim: Claim, life: Life, *, leads: bool) -> Finis
 
 def given_up(job: ClaimedJob, code: LineErrorCode) -> FinishedJob:
     """The result of a job that is not run at all."""
-    return _unanswered(job, code, run_ms=0, started_ms_ago=0)
+    return _unanswered(job, code, _MESSAGES[code], run_ms=0, started_ms_ago=0)
+
+
+_BROKEN_OFF = "The engine failed in the middle of an answer that was being streamed, so it was not tried again."
 
 
 def _error_code(item: Ended) -> LineErrorCode:
     if isinstance(item.ending, Aborted):
         is_cancelled = item.ending.outcome is Outcome.CANCELLED
         return LineErrorCode.BATCH_CANCELLED if is_cancelled else LineErrorCode.BATCH_EXPIRED
-    return LineErrorCode.REQUEST_TIMEOUT if isinstance(item.ending, TimedOut) else LineErrorCode.WORKER_LOST
+    if isinstance(item.ending, TimedOut):
+        return LineErrorCode.REQUEST_TIMEOUT
+    return LineErrorCode.ENGINE_CRASH if isinstance(item.ending, Crashed) else LineErrorCode.WORKER_LOST
 
 
 _OUTCOMES = {LineErrorCode.BATCH_CANCELLED: Outcome.CANCELLED, LineErrorCode.BATCH_EXPIRED: Outcome.EXPIRED}
 
 
-def _unanswered(job: ClaimedJob, code: LineErrorCode, *, run_ms: int, started_ms_ago: int) -> FinishedJob:
+def _unanswered(job: ClaimedJob, code: LineErrorCode, message: str, *, run_ms: int, started_ms_ago: int) -> FinishedJob:
     return FinishedJob(
         job_id=job.job_id,
         outcome=_OUTCOMES.get(code, Outcome.FAILED),
         status_code=None,
         error_code=code.value,
-        error_message=_MESSAGES[code],
+        error_message=message,
         response=None,
         usage=UNKNOWN,
         predicted_cached_tokens=job.predicted_cached_tokens,

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import sqlalchemy as sa
+
 from service.broker import instance_queue
 from service.core.model import Outcome
 from service.errors import TrunklineError
 from service.fleet import Instance, Model
 from service.settings import Settings
 from service.store import cohorts, instances
+from service.store.cohorts import Claim, ClaimedJob
 from service.store.session import DATABASE_AWAY, Database, first_line
 from service.tokenizing import Tokenizing
 from workers.lives import Lives
@@ -113,17 +116,20 @@ class InstanceOwner:
         if life is None or self._is_draining.is_set():
             log.info("no cohort is taken now: cohort=%d", cohort_id)
             return None
-        try:
-            claim = self._database.run(
-                lambda conn: cohorts.claim(
-                    conn,
-                    cohort_id=cohort_id,
-                    dispatch_no=dispatch_no,
-                    boot_id=life.boot_id,
-                    queue=instance_queue(self._name),
-                    lease_seconds=self._settings.lease_seconds,
-                )
+
+        def take(conn: sa.Connection) -> tuple[Claim | None, list[ClaimedJob]]:
+            claim = cohorts.claim(
+                conn,
+                cohort_id=cohort_id,
+                dispatch_no=dispatch_no,
+                boot_id=life.boot_id,
+                queue=instance_queue(self._name),
+                lease_seconds=self._settings.lease_seconds,
             )
+            return claim, cohorts.load_jobs(conn, claim) if claim is not None else []
+
+        try:
+            claim, jobs = self._database.run(take)
         except DATABASE_AWAY as error:
             # The reaper sends the message again. Had the claim been committed all the same, its lease expires.
             log.warning("the database is away, cohort=%d is left %s", cohort_id, first_line(error))
@@ -131,7 +137,7 @@ class InstanceOwner:
         if claim is None:
             log.info("stale message dropped: cohort=%d dispatch=%d", cohort_id, dispatch_no)
             return None
-        return CohortRun(self._database, life, claim, job_tries=self._settings.job_tries)
+        return CohortRun(self._database, life, claim, jobs, job_tries=self._settings.job_tries)
 
     def standing(self) -> Standing | None:
         boot_id, life = self._lives.boot_id, self._lives.current

@@ -7,7 +7,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -44,8 +44,12 @@ class _Lost:
 class CohortRun:
     """A claimed cohort while it runs. `lose` may be called from any thread; the rest is the runner's own."""
 
-    def __init__(self, database: Database, life: Life, claim: Claim, *, job_tries: int) -> None:
+    def __init__(
+        self, database: Database, life: Life, claim: Claim, jobs: Sequence[ClaimedJob] = (), *, job_tries: int
+    ) -> None:
+        """`jobs` are those of the claimed cohort that have no result, in planned order."""
         self.claim = claim
+        self._jobs = jobs
         self._database = database
         self._life = life
         self._limits = RetryLimits(attempts=job_tries)
@@ -70,9 +74,10 @@ class CohortRun:
             self._inbox.put(_Lost())
 
     def feed(self) -> None:
-        """Load the jobs and hand them to the feeder, in planned order."""
+        """Hand the jobs to the feeder."""
         with self._dropped_on_failure():
-            self._feed(self._patiently(lambda conn: cohorts.load_jobs(conn, self.claim)))
+            jobs, self._jobs = self._jobs, ()  # their bodies are kept no longer than they wait
+            self._feed(jobs)
 
     def run(self) -> None:
         """Record every result, then end the cohort or give the rest back."""
@@ -102,7 +107,7 @@ class CohortRun:
             self.lose(f"dropped after {type(error).__name__}, its lease will expire")
             raise
 
-    def _feed(self, jobs: list[ClaimedJob]) -> None:
+    def _feed(self, jobs: Sequence[ClaimedJob]) -> None:
         suspects = [job for job in jobs if job.crashes >= MAX_CRASHES]
         self._record([given_up(job, LineErrorCode.ENGINE_CRASH) for job in suspects])
         items = [
@@ -140,14 +145,14 @@ class CohortRun:
     def _judge(self, item: Ended) -> FinishedJob | None:
         """The result to record; None where the job is fed again, was given back, or is to be released."""
         job = item.job
-        if isinstance(item.ending, Crashed | Unfed):
+        if isinstance(item.ending, Crashed | Unfed) and not item.relayed:
             if isinstance(item.ending, Crashed):
                 self._crashed.append(job.job_id)
             self._unfed += 1
             self._leave(job)
             return None
         failure = _failure(item)
-        if failure is not None and self._retries(job, failure, item):
+        if failure is not None and not item.relayed and self._retries(job, failure, item):
             return None
         del self._open[job.job_id]
         return finished_job(item, self.claim, self._life, leads=job.job_id == self._leader)

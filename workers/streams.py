@@ -24,7 +24,7 @@ class Streams:
         self._silence_seconds = silence_seconds
         self._sender = Sender(broker_url)
         self._listener = Listener(broker_url, signal_address(instance), self._hear)
-        self._outlets: dict[str, _Outlet] = {}
+        self._outlets: dict[str, Outlet] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cancel: Callable[[Sequence[int]], None] = lambda job_ids: None
 
@@ -39,10 +39,13 @@ class Streams:
         self._listener.stop()
         self._sender.stop()
 
-    async def relay(self, stream_to: str, ask: Callable[[EventSink], Awaitable[EngineReply]]) -> EngineReply:
+    def open(self, stream_to: str) -> Outlet:
+        """A way to the client for one submission."""
+        return Outlet(self._sender, stream_to, self._instance, self._silence_seconds)
+
+    async def relay(self, outlet: Outlet, ask: Callable[[EventSink], Awaitable[EngineReply]]) -> EngineReply:
         """What `ask` returns or raises, and the client is told how it ended, unless nothing was relayed yet: then it
         may be tried again, and the client sees nothing of this try."""
-        outlet = _Outlet(self._sender, stream_to, self._instance, self._silence_seconds)
         self._outlets[outlet.run] = outlet
         ending = Ending(error=_failed("server_error", "engine_crash", "The engine failed in the middle of the answer."))
         try:
@@ -77,7 +80,7 @@ class Streams:
             self._cancel(signal.cancelled)
 
 
-class _Outlet:
+class Outlet:
     """One submission's way to its client. It sends no more than a window ahead of what the client has taken."""
 
     def __init__(self, sender: Sender, stream_to: str, instance: str, silence_seconds: float) -> None:
@@ -91,6 +94,11 @@ class _Outlet:
         self._heard_at: float | None = None  # when the API process last said anything; counted from the first event
         self._news = asyncio.Event()
         self._is_dropped = False
+
+    @property
+    def has_relayed(self) -> bool:
+        """Whether the client has a part of this answer, and so can be given no other."""
+        return self._sent > 0 and not self._is_dropped
 
     async def send(self, event: str) -> None:
         if self._is_dropped:

@@ -20,6 +20,7 @@ _COLUMNS = (
     ("tenant", "webhook_url", sa.Text),
     ("tenant", "webhook_secret", sa.LargeBinary),
     ("job", "stream_to", sa.Text),
+    ("batch", "prompt_tokens", sa.BigInteger),
 )
 
 

@@ -16,6 +16,7 @@ from service.api import (
     jobs,
     metrics,
     models,
+    plan,
     report,
     requests,
     results,
@@ -38,7 +39,21 @@ from service.store.session import Database
 from service.tokenizing import Tokenizing
 
 # Each has a `router`. The order matters: /v1/batches/plan goes before /v1/batches/{batch_id}.
-PARTS = (files, batches, batch_actions, requests, report, results, jobs, transparent, models, health, metrics, document)
+PARTS = (
+    files,
+    plan,
+    batches,
+    batch_actions,
+    requests,
+    report,
+    results,
+    jobs,
+    transparent,
+    models,
+    health,
+    metrics,
+    document,
+)
 
 
 def create_app(

@@ -33,11 +33,12 @@ from service.api.objects import batch_object
 from service.core.ids import BATCH_PREFIX, FILE_PREFIX, is_id
 from service.core.model import BatchStatus, Endpoint, Priority, TaskKind
 from service.settings import Settings
-from service.store import batches, files
+from service.store import batches, files, quotas
 from service.store.batches import Activity, Batch, NewBatch, Progress
 from service.store.clock import new_id
 from service.store.control import create_task
-from service.store.files import Purpose
+from service.store.files import File, Purpose
+from service.store.outlook import Outlook, outlook_of
 from service.store.tenants import Tenant
 
 router = APIRouter(prefix="/v1/batches")
@@ -134,8 +135,8 @@ def window_seconds_of(window: str, max_days: int) -> int:
     return seconds
 
 
-def check_input(conn: sa.Connection, context: Context, tenant: Tenant, file_id: str) -> None:
-    """The file is there, ours, of the right purpose, and its bytes can be read. Raises ApiError, StoreFailed."""
+def check_input(conn: sa.Connection, context: Context, tenant: Tenant, file_id: str) -> File:
+    """The file, which is there, ours, of the right purpose, and its bytes can be read. Raises ApiError, StoreFailed."""
     file = files.get_file(conn, tenant.id, file_id, keep=True) if is_id(FILE_PREFIX, file_id) else None
     if file is None:
         raise not_found("input_file_id")
@@ -144,13 +145,18 @@ def check_input(conn: sa.Connection, context: Context, tenant: Tenant, file_id: 
     if file.is_expired:
         raise ApiError(404, "file_expired", "The file has expired.", param="input_file_id")
     context.blobs.size(file.store_path)
+    return file
 
 
 def check_quota(conn: sa.Connection, context: Context, tenant: Tenant) -> None:
-    """Raises ApiError 429 where the tenant has as many unfinished lines as it may. They take long: no retry."""
-    most = context.settings.max_queued_lines
-    if batches.unfinished_lines(conn, tenant.id) >= most:
-        raise ApiError(429, "queue_full", f"{most} lines or more are queued already.", headers=DO_NOT_RETRY)
+    """Raises ApiError 429 where as much is queued of the tenant as may be. It takes long to drain: the header says so,
+    and an SDK does not sit and wait for it by itself."""
+    has = quotas.standing(conn, tenant.id, quotas.default_quota(context.settings))
+    if has.is_full:
+        message = (
+            f"{has.lines} lines and {has.tokens} tokens are queued, {has.quota.lines} and {has.quota.tokens} may be."
+        )
+        raise ApiError(429, "queue_full", message, headers={"retry-after": "120", **DO_NOT_RETRY})
 
 
 @router.get("")
@@ -203,4 +209,13 @@ def _answer(conn: sa.Connection, tenant: Tenant, batch_id: str) -> Response:
 def _objects(conn: sa.Connection, found: Sequence[Batch]) -> list[dict[str, Any]]:
     sums = batches.progress_of(conn, [batch.id for batch in found])
     doing = batches.activity_of(conn, [batch.id for batch in found if not batch.status.is_terminal])
-    return [batch_object(batch, sums.get(batch.id, Progress()), doing.get(batch.id, Activity())) for batch in found]
+    ahead = outlook_of(conn, found, sums)
+    return [
+        batch_object(
+            batch,
+            sums.get(batch.id, Progress()),
+            doing.get(batch.id, Activity()),
+            ahead.get(batch.id, Outlook()),
+        )
+        for batch in found
+    ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from service.api.hub import RelayHub
+from service.api.slots import Slots
 from service.api.waiting import JobWaiter
 from service.broker import Publisher
 from service.errors import BrokerUnreachable
@@ -35,6 +36,7 @@ class Context:
     relay: RelayHub
     # One uploaded file is validated at a time: it is Python at work, and every other request shares its core.
     judging: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    planning: Slots = field(default_factory=Slots)
 
     def hint(self, task_id: int) -> None:
         """Tell control that a task waits. A broker that is down is no error: the sweeper publishes it again."""

@@ -158,11 +158,6 @@ class RelayedStream:
         self._news.set()
 
     @property
-    def is_broken(self) -> bool:
-        """The engine failed in the middle of the answer."""
-        return self._ending is not None and self._ending.error is not None and not self.is_lost
-
-    @property
     def has_begun(self) -> bool:
         """Whether any event came, taken or not."""
         return self._expected > 0

@@ -11,6 +11,7 @@ from service.core.resultline import error_envelope, parse_answer
 from service.core.usage import Usage
 from service.store.batches import Activity, Batch, Progress
 from service.store.files import File
+from service.store.outlook import Outlook
 from service.store.singles import Single
 
 _CLOCKS = (
@@ -24,6 +25,7 @@ _CLOCKS = (
     "cancelling_at",
     "cancelled_at",
 )
+_NO_OUTLOOK = Outlook()
 # A job that ended unanswered says so in its own words, not a batch's.
 _JOB_ERRORS: dict[str, tuple[str | None, str]] = {
     LineErrorCode.BATCH_CANCELLED: ("job_cancelled", "The job was cancelled before it was answered."),
@@ -52,7 +54,9 @@ def file_object(file: File) -> dict[str, Any]:
     }
 
 
-def batch_object(batch: Batch, progress: Progress, activity: Activity) -> dict[str, Any]:
+def batch_object(
+    batch: Batch, progress: Progress, activity: Activity, outlook: Outlook = _NO_OUTLOOK
+) -> dict[str, Any]:
     """Until a batch leaves `validating` its counts are 0, whatever intake has written by then."""
     counted = Progress() if batch.in_progress_at is None else progress
     return {
@@ -70,7 +74,7 @@ def batch_object(batch: Batch, progress: Progress, activity: Activity) -> dict[s
         "request_counts": {"total": batch.total, "completed": counted.completed, "failed": counted.failed},
         "usage": _batch_usage(counted),
         "metadata": batch.metadata,
-        "queue": _queue(batch, counted, activity),
+        "queue": _queue(batch, counted, activity, outlook),
     }
 
 
@@ -84,7 +88,7 @@ def _batch_usage(progress: Progress) -> dict[str, Any]:
     }
 
 
-def _queue(batch: Batch, progress: Progress, activity: Activity) -> dict[str, Any]:
+def _queue(batch: Batch, progress: Progress, activity: Activity, outlook: Outlook) -> dict[str, Any]:
     open_lines = 0 if batch.status.is_terminal else max(batch.total - progress.ended, 0)
     return {
         "priority": batch.priority.label,
@@ -97,8 +101,8 @@ def _queue(batch: Batch, progress: Progress, activity: Activity) -> dict[str, An
         "cancelled": progress.cancelled,
         "expired": progress.expired,
         "skipped": progress.skipped,
-        "eta_seconds": None,
-        "position": None,
+        "eta_seconds": None if outlook.eta_seconds is None else round(outlook.eta_seconds, 1),
+        "position": outlook.position,
         "cache": {
             "prompt_tokens": progress.measured_prompt_tokens,
             "cached_tokens": progress.cached_tokens,

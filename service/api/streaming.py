@@ -64,7 +64,7 @@ class _Call:
         for task in self._tasks:
             task.cancel()
         self._opened.close()
-        is_unwanted = self.is_unwanted or self.stream.is_broken or not self.stream.is_over
+        is_unwanted = self.is_unwanted or not self.stream.is_over
         if self.job_id and self.job is None and is_unwanted:
             await self._cancel()
 

@@ -86,7 +86,7 @@ def _create(call: _Call) -> Created:
     said = parse_object(call.raw)
     check_request(said, call.endpoint, at="")
     new = keyed(call.context, call.tenant, said, call.endpoint, at="")
-    new = replace(new, deadline_seconds=call.context.settings.answer_seconds)
+    new = replace(new, deadline_seconds=call.context.settings.answer_seconds, is_waited_for=True)
     submission = Submission(new=new, said=said, repeats=call.repeats)
     with call.context.database.transaction() as conn:
         return create_unless_cancelled(conn, call.context, call.tenant, submission)
@@ -124,15 +124,20 @@ async def _ended(call: _Call, created: Created, ended: asyncio.Event, gone: asyn
         return None
     job = await run_in_threadpool(look)
     if not job.is_terminal:  # this process is about to end; the job goes on, and a repeat finds it
-        raise ApiError(503, "service_unavailable", "The server is restarting.", headers={"retry-after": _RETRY_SECONDS})
+        raise _unavailable("The server is restarting.")
     return job
 
 
 def _look(call: _Call, job_id: str) -> Single:
     with call.context.database.transaction() as conn:
         job = singles.get_single(conn, call.tenant.id, job_id)
-    assert job is not None, "created, and kept for as long as anybody waits"
+    if job is None:  # Postgres crashed in the moment after the create
+        raise _unavailable("The job was lost; try again.")
     return job
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, "service_unavailable", message, headers={"retry-after": _RETRY_SECONDS})
 
 
 def answer_of(job: Single) -> Response:

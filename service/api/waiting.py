@@ -115,7 +115,7 @@ class JobWaiter:
         waited = self._waited()
         if waited:
             with self._database.transaction() as conn:
-                self._wake_soon(singles.finished_among(conn, waited))
+                self._wake_soon(singles.ended_among(conn, waited))
 
     def _wake_soon(self, public_ids: list[str]) -> None:
         if public_ids and self._loop is not None and not self._stopping.is_set():

@@ -37,11 +37,11 @@ class TopError:
 
 def top_errors(samples: Iterable[ErrorSample], limit: int = TOP_ERRORS) -> list[TopError]:
     """The commonest first. What differs only in numbers (token counts, ids) is counted together."""
-    found: dict[tuple[str | None, str], TopError] = {}
+    found: dict[tuple[str | None, int | None, str], TopError] = {}
     for sample in samples:
         code, message = _words(sample)
         message = message[:MAX_MESSAGE_CHARACTERS]
-        key = (code, _NUMBER.sub("#", message))
+        key = (code, sample.status_code, _NUMBER.sub("#", message))
         known = found.get(key)
         count = sample.count + (known.count if known else 0)
         found[key] = TopError(code=code, message=known.message if known else message, count=count)

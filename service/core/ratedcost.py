@@ -1,4 +1,4 @@
-"""The cost model of an engine of which only the two fitted rates are known. A replay with it is simulated all the same."""
+"""The cost model of an engine of which only the two fitted rates are known."""
 
 from __future__ import annotations
 

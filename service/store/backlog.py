@@ -12,8 +12,11 @@ from sqlalchemy import func
 from sqlalchemy.dialects import postgresql as pg
 
 from service.core.model import BatchStatus, CohortState, Priority
+from service.store.clock import RELAXED
+from service.store.frozen import Frozen
 from service.store.tables import batch, cohort, cohort_event, job, job_result, tenant
 
+SINGLES_CHANNEL = "single"  # NOTIFY: a single job waits, or a thread for one is free
 _LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
 
 
@@ -26,6 +29,15 @@ class WaitingJob:
     prompt_tokens: int
     output_tokens: int
     body_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingSingle:
+    """A single job of the backlog."""
+
+    job: WaitingJob
+    model: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +162,11 @@ def jobs_by_batch(conn: sa.Connection, job_ids: Sequence[int]) -> list[tuple[str
     return [(str(row[0]), int(row[1]), int(row[2])) for row in rows]
 
 
-def waiting_singles(conn: sa.Connection, model: str, limit: int) -> list[tuple[int, WaitingJob]]:
-    """Unplanned single jobs with their class, the most urgent first."""
-    rows = conn.execute(
-        sa.select(*_WAITING, job.c.priority)
-        .where(job.c.model == model, job.c.batch_id.is_(None), *_UNPLANNED)
-        .order_by(job.c.priority.desc(), job.c.id)
-        .limit(limit)
-    )
-    return [(int(row.priority), _job(row)) for row in rows]
+def waiting_singles(conn: sa.Connection, models: Sequence[str], limit: int) -> list[WaitingSingle]:
+    """Unplanned single jobs of these models, the most urgent first. Makes the transaction a relaxed one where there
+    are any."""
+    rows = _SINGLES.run(conn, models=list(models), limit=limit)
+    return [WaitingSingle(job=_job(row), model=row.model, priority=row.priority) for row in rows]
 
 
 def insert_cohorts(conn: sa.Connection, planned: Sequence[NewCohort]) -> list[int]:
@@ -166,20 +174,7 @@ def insert_cohorts(conn: sa.Connection, planned: Sequence[NewCohort]) -> list[in
     or paused since the backlog was read stays out. Returns the ids, in the order given."""
     if not planned:
         return []
-    rows = [
-        {
-            "model": item.model,
-            "queue": item.queue,
-            "sequence": item.sequence,
-            "priority": item.priority,
-            "alone": item.alone,
-            "n_jobs": len(item.job_ids),
-            "body_bytes": item.body_bytes,
-            "estimated_seconds": item.estimated_seconds,
-            "state": CohortState.READY.value,
-        }
-        for item in planned
-    ]
+    rows = [{**cohort_row(item), "state": CohortState.READY.value} for item in planned]
     insert = sa.insert(cohort).returning(cohort.c.id, sort_by_parameter_order=True)
     ids = [int(cohort_id) for cohort_id in conn.execute(insert, rows).scalars()]
     bound = _bind(conn, ids, planned)
@@ -198,9 +193,23 @@ def insert_cohorts(conn: sa.Connection, planned: Sequence[NewCohort]) -> list[in
     return ids
 
 
+def cohort_row(item: NewCohort) -> dict[str, Any]:
+    """The columns of a cohort as planned; the state is the caller's."""
+    return {
+        "model": item.model,
+        "queue": item.queue,
+        "sequence": item.sequence,
+        "priority": item.priority,
+        "alone": item.alone,
+        "n_jobs": len(item.job_ids),
+        "body_bytes": item.body_bytes,
+        "estimated_seconds": item.estimated_seconds,
+    }
+
+
 def next_sequence(conn: sa.Connection) -> int:
     """One above every sequence number in use, so that a new plan goes behind what is planned already."""
-    return int(conn.execute(sa.select(func.coalesce(func.max(cohort.c.sequence), 0) + 1)).scalar_one())
+    return int(_NEXT_SEQUENCE.run(conn).scalar_one())
 
 
 def last_keys(conn: sa.Connection, boots: Sequence[tuple[int, str]]) -> dict[str, bytes]:
@@ -295,6 +304,15 @@ _WAITING = [
     job.c.predicted_output_tokens,
     func.octet_length(job.c.body).label("body_bytes"),
 ]
+
+_SINGLES = Frozen(
+    sa.select(*_WAITING, job.c.model, job.c.priority, RELAXED)
+    .where(job.c.model == func.any(sa.bindparam("models", type_=pg.ARRAY(sa.Text))))
+    .where(job.c.batch_id.is_(None), *_UNPLANNED)
+    .order_by(job.c.priority.desc(), job.c.id)
+    .limit(sa.bindparam("limit", type_=sa.Integer))
+)
+_NEXT_SEQUENCE = Frozen(sa.select(func.coalesce(func.max(cohort.c.sequence), 0) + 1))
 
 _PLAN_COLUMNS: dict[str, type[sa.types.TypeEngine[Any]]] = {
     "job_id": sa.BigInteger,

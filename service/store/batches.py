@@ -41,6 +41,7 @@ class Batch:
     retry_of: str | None
     output_expires_after_seconds: int | None
     total: int
+    prompt_tokens: int | None
     prefix_groups: int | None
     bound_tokens: int | None
     intake_offset: int
@@ -247,29 +248,6 @@ def activity_of(conn: sa.Connection, batch_ids: Sequence[str]) -> Mapping[str, A
     for row in conn.execute(sa.union_all(running, retrying)):
         counts.setdefault(row.batch_id, {})[row.doing] = row.n
     return {batch_id: Activity(**values) for batch_id, values in counts.items()}
-
-
-def unfinished_lines(conn: sa.Connection, tenant_id: int) -> int:
-    """Lines of the tenant's open batches that have not ended: what its quota is held against."""
-    open_batches = (
-        sa.select(batch.c.id, batch.c.total)
-        .where(batch.c.tenant_id == tenant_id, batch.c.status.in_(OPEN_STATUSES), batch.c.total > 0)
-        .subquery()
-    )
-    ended = (
-        sa.select(
-            sa.func.sum(
-                batch_progress.c.completed
-                + batch_progress.c.failed
-                + batch_progress.c.cancelled
-                + batch_progress.c.expired
-            )
-        )
-        .where(batch_progress.c.batch_id == open_batches.c.id)
-        .scalar_subquery()
-    )
-    statement = sa.select(sa.func.coalesce(sa.func.sum(open_batches.c.total - sa.func.coalesce(ended, 0)), 0))
-    return int(conn.execute(statement).scalar_one())
 
 
 def reads_file(conn: sa.Connection, file_id: str) -> bool:

@@ -8,6 +8,14 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 
 from service.core.ids import RANDOM_BYTES, make_id
+from service.store.frozen import Frozen
+
+_NOW_MS = Frozen(sa.select(sa.cast(sa.func.floor(sa.extract("epoch", sa.func.now()) * 1000), sa.BigInteger)))
+
+# Selected or returned by a statement, it makes its transaction one that does not wait for the disk when it commits. If
+# Postgres crashes within a second or so the transaction may be as if it had never been, wholly: for steps that are then
+# done again, under guards that tell. What is committed later with a wait is never there without it.
+RELAXED = sa.func.set_config("synchronous_commit", "off", True).label("relaxed")
 
 
 def ago(seconds: float) -> sa.ColumnElement[datetime]:
@@ -22,8 +30,7 @@ def later(seconds: float) -> sa.ColumnElement[datetime]:
 
 def now_ms(conn: sa.Connection) -> int:
     """The start of this transaction in Unix milliseconds: the same instant that `func.now()` writes."""
-    statement = sa.select(sa.cast(sa.func.floor(sa.extract("epoch", sa.func.now()) * 1000), sa.BigInteger))
-    return int(conn.execute(statement).scalar_one())
+    return int(_NOW_MS.run(conn).scalar_one())
 
 
 def new_id(conn: sa.Connection, prefix: str) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import sqlalchemy as sa
 from sqlalchemy import func
 
-from service.core.model import BatchStatus, CohortState, Outcome
+from service.core.model import BatchStatus, CohortState, Outcome, Priority
 from service.errors import FenceLost
-from service.store.clock import later
+from service.store.backlog import SINGLES_CHANNEL
+from service.store.clock import RELAXED, later
+from service.store.frozen import Frozen
+from service.store.listen import notify
 from service.store.tables import batch, cohort, cohort_event, instance_boot, job, job_result, tenant
 
 
@@ -52,27 +56,17 @@ def claim(
     conn: sa.Connection, *, cohort_id: int, dispatch_no: int, boot_id: int, queue: str, lease_seconds: float
 ) -> Claim | None:
     """dispatched -> running under a new attempt. None: the message is stale (moved, claimed or ended meanwhile), or
-    this boot is no longer one that takes work."""
-    boot_works = sa.exists().where(instance_boot.c.id == boot_id, instance_boot.c.state == "ready")
-    row = conn.execute(
-        sa.update(cohort)
-        .where(
-            cohort.c.id == cohort_id,
-            cohort.c.state == CohortState.DISPATCHED,
-            cohort.c.dispatch_no == dispatch_no,
-            cohort.c.instance_boot_id == boot_id,
-            cohort.c.queue == queue,
-            boot_works,
-        )
-        .values(
-            state=CohortState.RUNNING,
-            attempt=cohort.c.attempt + 1,
-            started_at=func.now(),
-            lease_expires_at=later(lease_seconds),
-        )
-        .returning(
-            cohort.c.attempt, cohort.c.priority, cohort.c.sequence, cohort.c.alone, cohort.c.model, cohort.c.moved
-        )
+    this boot is no longer one that takes work.
+
+    Relaxed: a claim that a crash of Postgres takes back is lost like a lease, and its cohort is dispatched again.
+    """
+    row = _CLAIM.run(
+        conn,
+        cohort_id=cohort_id,
+        dispatch_number=dispatch_no,
+        boot_id=boot_id,
+        on_queue=queue,
+        lease=timedelta(seconds=lease_seconds),
     ).one_or_none()
     if row is None:
         return None
@@ -90,14 +84,37 @@ def claim(
     return held
 
 
+_CLAIM = Frozen(
+    sa.update(cohort)
+    .where(
+        cohort.c.id == sa.bindparam("cohort_id"),
+        cohort.c.state == CohortState.DISPATCHED,
+        cohort.c.dispatch_no == sa.bindparam("dispatch_number"),
+        cohort.c.instance_boot_id == sa.bindparam("boot_id"),
+        cohort.c.queue == sa.bindparam("on_queue"),
+        sa.exists().where(instance_boot.c.id == cohort.c.instance_boot_id, instance_boot.c.state == "ready"),
+    )
+    .values(
+        state=CohortState.RUNNING,
+        attempt=cohort.c.attempt + 1,
+        started_at=func.now(),
+        lease_expires_at=func.now() + sa.bindparam("lease", type_=sa.Interval),
+    )
+    .returning(
+        cohort.c.attempt,
+        cohort.c.priority,
+        cohort.c.sequence,
+        cohort.c.alone,
+        cohort.c.model,
+        cohort.c.moved,
+        RELAXED,
+    )
+)
+
+
 def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:
     """The jobs of a claimed cohort that have no result, in planned order."""
-    rows = conn.execute(
-        sa.select(*_CLAIMED)
-        .join(tenant, tenant.c.id == job.c.tenant_id)
-        .where(job.c.cohort_id == claim.cohort_id, ~sa.exists().where(job_result.c.job_id == job.c.id))
-        .order_by(job.c.cohort_position, job.c.id)
-    )
+    rows = _JOBS.run(conn, cohort=claim.cohort_id)
     return [ClaimedJob(**row._mapping) for row in rows]
 
 
@@ -119,6 +136,12 @@ _CLAIMED = [
     job.c.stream_to,
     sa.cast(func.least(_MAX_INT, func.greatest(0, _QUEUED_MS)), sa.Integer).label("queued_ms"),
 ]
+_JOBS = Frozen(
+    sa.select(*_CLAIMED)
+    .join(tenant, tenant.c.id == job.c.tenant_id)
+    .where(job.c.cohort_id == sa.bindparam("cohort"), ~sa.exists().where(job_result.c.job_id == job.c.id))
+    .order_by(job.c.cohort_position, job.c.id)
+)
 
 
 def renew(conn: sa.Connection, boot_id: int, lease_seconds: float, cohort_ids: Collection[int]) -> set[int]:
@@ -164,20 +187,31 @@ def jobs_to_abort(conn: sa.Connection, boot_id: int) -> dict[int, Outcome]:
     return {row.id: Outcome.CANCELLED if row.is_cancelled else Outcome.EXPIRED for row in rows}
 
 
+_FINISH = Frozen(
+    sa.update(cohort)
+    .where(
+        cohort.c.id == sa.bindparam("cohort_id"),
+        cohort.c.attempt == sa.bindparam("held_attempt"),
+        cohort.c.instance_boot_id == sa.bindparam("boot_id"),
+        cohort.c.state == CohortState.RUNNING,
+        ~sa.exists().where(job.c.cohort_id == cohort.c.id, ~sa.exists().where(job_result.c.job_id == job.c.id)),
+    )
+    .values(state=CohortState.DONE, finished_at=func.now(), lease_expires_at=None)
+    .returning(cohort.c.id, RELAXED)
+)
+
+
 def finish(conn: sa.Connection, claim: Claim) -> bool:
-    """running -> done, when no job still bound here lacks a result. False: not yet, or the fence is lost."""
-    unfinished = sa.exists().where(
-        job.c.cohort_id == claim.cohort_id, ~sa.exists().where(job_result.c.job_id == job.c.id)
-    )
-    done = conn.execute(
-        sa.update(cohort)
-        .where(*_fence(claim), ~unfinished)
-        .values(state=CohortState.DONE, finished_at=func.now(), lease_expires_at=None)
-    )
-    if done.rowcount != 1:
+    """running -> done, when no job still bound here lacks a result. False: not yet, or the fence is lost.
+
+    Relaxed: should a crash take it back, whoever claims the cohort next finds nothing in it to run.
+    """
+    done = _FINISH.run(conn, cohort_id=claim.cohort_id, held_attempt=claim.attempt, boot_id=claim.boot_id)
+    if done.one_or_none() is None:
         return False
     _event(conn, claim, "done", None)
-    conn.execute(sa.select(func.pg_notify("dispatch", "")))
+    # A single job's end frees a thread for the next one; what waits in bulk is not fed by it.
+    notify(conn, SINGLES_CHANNEL if claim.priority >= Priority.INTERACTIVE else "dispatch")
     return True
 
 
@@ -236,13 +270,19 @@ def _fence(claim: Claim) -> tuple[sa.ColumnElement[bool], ...]:
     )
 
 
+_EVENT = Frozen(
+    sa.insert(cohort_event).values(
+        {name: sa.bindparam(name) for name in ("cohort_id", "attempt", "kind", "instance_boot_id", "detail")}
+    )
+)
+
+
 def _event(conn: sa.Connection, claim: Claim, kind: str, detail: str | None) -> None:
-    conn.execute(
-        sa.insert(cohort_event).values(
-            cohort_id=claim.cohort_id,
-            attempt=claim.attempt,
-            kind=kind,
-            instance_boot_id=claim.boot_id,
-            detail=detail,
-        )
+    _EVENT.run(
+        conn,
+        cohort_id=claim.cohort_id,
+        attempt=claim.attempt,
+        kind=kind,
+        instance_boot_id=claim.boot_id,
+        detail=detail,
     )

@@ -12,6 +12,7 @@ from sqlalchemy.dialects.postgresql import insert
 
 from service.errors import TrunklineError
 from service.store.control_tables import idempotency_key
+from service.store.frozen import Frozen
 
 KEPT = timedelta(hours=24)
 RETRY_WINDOW = timedelta(minutes=15)
@@ -28,6 +29,25 @@ def digest(path: str, body: dict[str, Any]) -> bytes:
     """Equal for bodies that are equal as parsed JSON, sent to the same path."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(f"{path}\n{canonical}".encode()).digest()
+
+
+def _take(is_stale: sa.ColumnElement[bool] | None) -> Frozen:
+    fresh: dict[str, sa.ColumnElement[Any]] = {
+        "body_sha256": sa.bindparam("body_sha256"),
+        "created_id": sa.bindparam("created_id"),
+    }
+    return Frozen(
+        insert(idempotency_key)
+        .values(tenant_id=sa.bindparam("tenant_id"), key=sa.bindparam("key"), created_at=sa.func.now(), **fresh)
+        .on_conflict_do_update(
+            index_elements=["tenant_id", "key"], set_={**fresh, "created_at": sa.func.now()}, where=is_stale
+        )
+        .returning(idempotency_key.c.created_id)
+    )
+
+
+_TAKE = _take(None)
+_TAKE_IF_STALE = _take(idempotency_key.c.created_at <= sa.func.now() - sa.bindparam("kept", type_=sa.Interval))
 
 
 def claim_key(conn: sa.Connection, tenant_id: int, key: str, body_sha256: bytes, new_id: str) -> str:
@@ -65,15 +85,9 @@ def _claim(
     conn: sa.Connection, tenant_id: int, key: str, body_sha256: bytes, new_id: str, kept: timedelta | None
 ) -> tuple[str, bytes]:
     """(created id, body hash) of the row as it stands: `new_id`'s, unless there is one younger than `kept`."""
-    fresh = {"body_sha256": body_sha256, "created_id": new_id, "created_at": sa.func.now()}
-    is_stale = None if kept is None else idempotency_key.c.created_at <= sa.func.now() - kept
-    statement = (
-        insert(idempotency_key)
-        .values(tenant_id=tenant_id, key=key, **fresh)
-        .on_conflict_do_update(index_elements=["tenant_id", "key"], set_=fresh, where=is_stale)
-        .returning(idempotency_key.c.created_id)
-    )
-    if conn.execute(statement).first() is not None:
+    fresh = {"tenant_id": tenant_id, "key": key, "body_sha256": body_sha256, "created_id": new_id}
+    taken = _TAKE.run(conn, **fresh) if kept is None else _TAKE_IF_STALE.run(conn, **fresh, kept=kept)
+    if taken.first() is not None:
         return new_id, body_sha256
     row = conn.execute(
         sa.select(idempotency_key.c.created_id, idempotency_key.c.body_sha256).where(

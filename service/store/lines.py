@@ -136,6 +136,11 @@ def refused_lines(conn: sa.Connection, batch_id: str, *, after: int, upto: int) 
     )
 
 
+def prompt_tokens_of(conn: sa.Connection, batch_id: str) -> int:
+    """Of all the jobs of a batch."""
+    return int(conn.scalar(sa.select(sa.func.sum(job.c.prompt_tokens)).where(job.c.batch_id == batch_id)) or 0)
+
+
 def keys_in_order(conn: sa.Connection, batch_id: str) -> Iterator[list[KeyRow]]:
     """Keys of a batch in key order (the longest prompt last among equal keys), in pages from a server-side cursor."""
     query = sa.select(job.c.prefix_key, job.c.prompt_tokens, job.c.model).where(job.c.batch_id == batch_id)

@@ -9,6 +9,7 @@ import psycopg
 import sqlalchemy as sa
 from psycopg import sql
 
+from service.store.frozen import Frozen
 from service.store.session import Database
 
 
@@ -20,9 +21,19 @@ def listening(database: Database, channel: str) -> Iterator[psycopg.Connection]:
         yield conn
 
 
+_NOTIFY = Frozen(
+    sa.select(sa.func.pg_notify(sa.bindparam("channel", type_=sa.Text), sa.bindparam("payload", type_=sa.Text)))
+)
+
+
 def notify(conn: sa.Connection, channel: str, payload: str = "") -> None:
     """Tell whoever listens, when this transaction commits."""
-    conn.execute(sa.select(sa.func.pg_notify(channel, payload)))
+    _NOTIFY.run(conn, channel=channel, payload=payload)
+
+
+def notified(channel: str) -> sa.ColumnElement[str]:
+    """The same as a column that a statement returns."""
+    return sa.func.pg_notify(channel, "").label("notified")
 
 
 def payloads(conn: psycopg.Connection, seconds: float) -> list[str]:

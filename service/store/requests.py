@@ -112,7 +112,8 @@ _LINES: sa.Select[Any] = (
 def _is(status: LineStatus, is_terminal: bool) -> sa.ColumnElement[bool]:
     """The condition of `_status`, for the WHERE."""
     if status in (LineStatus.SUCCEEDED, LineStatus.FAILED, LineStatus.EXPIRED):
-        return job_result.c.outcome == status.value
+        # The batch is implied; it lets a rare outcome be sought among the batch's results alone.
+        return sa.and_(job_result.c.outcome == status.value, job_result.c.batch_id == job.c.batch_id)
     if status is LineStatus.CANCELLED:
         is_cancelled = job_result.c.outcome == Outcome.CANCELLED
         return sa.or_(is_cancelled, ~_HAS_RESULT) if is_terminal else is_cancelled

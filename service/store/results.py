@@ -9,13 +9,15 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import func
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import ARRAY, insert
 
 from service.core.model import CohortState, LineErrorCode, MissCause, Outcome
 from service.core.usage import Usage
 from service.errors import FenceLost
 from service.store import webhooks
 from service.store.cohorts import Claim
+from service.store.frozen import Frozen
+from service.store.listen import notify
 from service.store.tables import batch_progress, cohort, job, job_result
 from service.store.webhooks import EndedJob
 
@@ -49,21 +51,15 @@ def record(conn: sa.Connection, claim: Claim, finished: Sequence[FinishedJob]) -
     _lock_fence(conn, claim)
     if not finished:
         return 0
-    bound = {
-        row.id: row
-        for row in conn.execute(
-            _ENDING_JOB.where(
-                job.c.id.in_([item.job_id for item in finished]), job.c.cohort_id == claim.cohort_id
-            )
-        )
-    }
+    bound = {row.id: row for row in _BOUND.run(conn, ids=[item.job_id for item in finished], cohort=claim.cohort_id)}
     # In id order, as `end_jobs` inserts them: two writers of the same rows wait for each other instead of deadlocking.
     ordered = sorted((item for item in finished if item.job_id in bound), key=lambda item: item.job_id)
     rows = [_row(claim, item, bound[item.job_id].batch_id) for item in ordered]
     if not rows:
         return 0
-    insert_rows = _INSERT_RESULT.values(started_at=_STARTED_AT).returning(job_result.c.job_id)
-    new = set(conn.execute(insert_rows, rows).scalars())
+    # A single job's row goes the short way: its client waits.
+    inserted = _INSERT_ONE.run(conn, **rows[0]) if len(rows) == 1 else conn.execute(_INSERT_ROWS, rows)
+    new = set(inserted.scalars())
     add_progress(conn, [row for row in rows if row["job_id"] in new])
     _tell(conn, [(bound[item.job_id], item.outcome) for item in ordered if item.job_id in new])
     return len(new)
@@ -157,19 +153,32 @@ _TOKEN_COLUMNS = (
 _NO_PROGRESS = dict.fromkeys((*_OUTCOME_COLUMN.values(), *_TOKEN_COLUMNS, "measured_prompt_tokens", "lines_unknown"), 0)
 _INSERT_RESULT = insert(job_result).on_conflict_do_nothing(index_elements=["job_id"])
 _STARTED_AT = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, sa.bindparam("started_seconds_ago", type_=sa.Double))
+_INSERT_ROWS = _INSERT_RESULT.values(started_at=_STARTED_AT).returning(job_result.c.job_id)
+_RESULT_COLUMNS = (
+    *("job_id", "batch_id", "cohort_id", "attempt", "instance_boot_id", "outcome", "status_code", "error_code"),
+    *("error_message", "response", *_TOKEN_COLUMNS, "miss_cause", "queue_ms", "run_ms"),
+)
+_INSERT_ONE = Frozen(_INSERT_ROWS.values({name: sa.bindparam(name) for name in _RESULT_COLUMNS}))
+_BOUND = Frozen(
+    _ENDING_JOB.where(
+        job.c.id == func.any(sa.bindparam("ids", type_=ARRAY(sa.BigInteger))),
+        job.c.cohort_id == sa.bindparam("cohort"),
+    )
+)
+_FENCE = Frozen(
+    sa.select(cohort.c.id)
+    .where(
+        cohort.c.id == sa.bindparam("cohort_id"),
+        cohort.c.attempt == sa.bindparam("attempt"),
+        cohort.c.instance_boot_id == sa.bindparam("boot_id"),
+        cohort.c.state == CohortState.RUNNING,
+    )
+    .with_for_update(read=True)
+)
 
 
 def _lock_fence(conn: sa.Connection, claim: Claim) -> None:
-    held = conn.execute(
-        sa.select(cohort.c.id)
-        .where(
-            cohort.c.id == claim.cohort_id,
-            cohort.c.attempt == claim.attempt,
-            cohort.c.instance_boot_id == claim.boot_id,
-            cohort.c.state == CohortState.RUNNING,
-        )
-        .with_for_update(read=True)
-    ).one_or_none()
+    held = _FENCE.run(conn, cohort_id=claim.cohort_id, attempt=claim.attempt, boot_id=claim.boot_id).one_or_none()
     if held is None:
         raise FenceLost(f"cohort={claim.cohort_id} attempt={claim.attempt}")
 
@@ -245,4 +254,4 @@ def _notify(conn: sa.Connection, public_ids: Sequence[str | None]) -> None:
     singles = [public_id for public_id in public_ids if public_id]
     if singles:
         # NOTIFY carries at most 8,000 bytes; beyond that the waiters' own polling finds the rest.
-        conn.execute(sa.select(func.pg_notify("job", ",".join(singles[:200]))))
+        notify(conn, "job", ",".join(singles[:200]))

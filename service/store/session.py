@@ -13,6 +13,7 @@ import psycopg
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from service.errors import DatabaseUnreachable, SettingError
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 # Postgres: 40001 serialization_failure, 40P01 deadlock_detected. Nothing was written; the same work may be done again.
 _RETRYABLE = {"40001", "40P01"}
 _MAX_TRIES = 5
+_PING_AFTER_SECONDS = 1.0
 
 # Postgres is down, restarting or cut off: nothing is wrong with the statement, and it may be tried again later.
 DATABASE_AWAY = (OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError)
@@ -51,7 +53,6 @@ class Database:
             parsed,
             pool_size=pool_size,
             max_overflow=pool_size,
-            pool_pre_ping=True,
             pool_recycle=1800,
             connect_args={
                 "prepare_threshold": None,
@@ -61,6 +62,21 @@ class Database:
                 "options": "-c timezone=UTC -c idle_in_transaction_session_timeout=15000",
             },
         )
+
+        @event.listens_for(self.engine, "checkin")
+        def _note_time(connection: Any, record: ConnectionPoolEntry) -> None:
+            record.info["idle_since"] = time.monotonic()
+
+        @event.listens_for(self.engine, "checkout")
+        def _ping_if_idle(connection: Any, record: ConnectionPoolEntry, proxy: Any) -> None:
+            # As SQLAlchemy's pool_pre_ping does, for connections that were idle long enough to have died unseen. Asking
+            # each time costs 0.3 ms, of which a single job would pay six.
+            if time.monotonic() - record.info.get("idle_since", time.monotonic()) < _PING_AFTER_SECONDS:
+                return
+            try:
+                self.engine.dialect.do_ping(connection)
+            except psycopg.Error as error:
+                raise sa.exc.InvalidatePoolError("a connection died while it was idle") from error
 
         @event.listens_for(self.engine, "handle_error")
         def _hide_parameters(context: sa.engine.ExceptionContext) -> None:

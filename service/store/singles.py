@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
+from psycopg.types.json import Jsonb
+from sqlalchemy.dialects.postgresql import ARRAY
 
 from service.core.model import CohortState, JobStatus, LineErrorCode, MissCause, Outcome, Priority
 from service.core.usage import Usage
 from service.store import webhooks
+from service.store.backlog import SINGLES_CHANNEL
+from service.store.clock import RELAXED
+from service.store.frozen import Frozen
+from service.store.listen import notified
 from service.store.results import end_single
 from service.store.tables import cohort, instance_boot, job, job_result
 
@@ -38,6 +44,9 @@ class NewSingle:
     metadata: dict[str, str] | None = None
     webhook_url: str | None = None
     stream_to: str | None = None  # the queue of the API process that relays the answer
+    # Its client waits on an open connection, and knows of no job before it has the answer: the disk need not be waited
+    # for. Should a crash of Postgres take it back, the client is told to ask again.
+    is_waited_for: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,35 +79,46 @@ class Single:
 
 
 def create_single(conn: sa.Connection, tenant_id: int, public_id: str, new: NewSingle) -> None:
-    """Insert the job and wake the dispatcher when this transaction commits."""
+    """Insert the job, and tell the lane of single jobs when this transaction commits."""
     if new.webhook_url is not None:
         webhooks.ensure_secret(conn, tenant_id)
-    deadline_at = None
-    if new.deadline_seconds is not None:
-        deadline_at = sa.func.now() + sa.func.make_interval(0, 0, 0, 0, 0, 0, new.deadline_seconds)
-    conn.execute(
-        sa.insert(job).values(
-            public_id=public_id,
-            tenant_id=tenant_id,
-            endpoint=new.endpoint,
-            model=new.model,
-            body=new.body,
-            prefix_key=new.prefix_key,
-            prompt_tokens=new.prompt_tokens,
-            predicted_output_tokens=new.predicted_output_tokens,
-            priority=int(new.priority),
-            deadline_at=deadline_at,
-            metadata=sa.null() if new.metadata is None else new.metadata,
-            webhook_url=new.webhook_url,
-            stream_to=new.stream_to,
-        )
+    insertion = _INSERT_WAITED_FOR if new.is_waited_for else _INSERT
+    insertion.run(
+        conn,
+        public_id=public_id,
+        tenant_id=tenant_id,
+        endpoint=new.endpoint,
+        model=new.model,
+        body=new.body,
+        prefix_key=new.prefix_key,
+        prompt_tokens=new.prompt_tokens,
+        predicted_output_tokens=new.predicted_output_tokens,
+        priority=int(new.priority),
+        deadline_seconds=new.deadline_seconds,
+        metadata=None if new.metadata is None else Jsonb(new.metadata),
+        webhook_url=new.webhook_url,
+        stream_to=new.stream_to,
     )
-    conn.execute(sa.select(sa.func.pg_notify("dispatch", "")))
+
+
+def _insertion(*also: sa.ColumnElement[Any]) -> Frozen:
+    names = (
+        *("public_id", "tenant_id", "endpoint", "model", "body", "prefix_key", "prompt_tokens"),
+        *("predicted_output_tokens", "priority", "metadata", "webhook_url", "stream_to"),
+    )
+    # An interval times null is null, and so the deadline of a job that has none.
+    deadline_at = sa.func.now() + sa.bindparam("deadline_seconds", type_=sa.Double) * timedelta(seconds=1)
+    values = sa.insert(job).values(**{name: sa.bindparam(name) for name in names}, deadline_at=deadline_at)
+    return Frozen(values.returning(notified(SINGLES_CHANNEL), *also))
+
+
+_INSERT = _insertion()
+_INSERT_WAITED_FOR = _insertion(RELAXED)
 
 
 def get_single(conn: sa.Connection, tenant_id: int, public_id: str) -> Single | None:
     """None for an id that is not there, and for another tenant's."""
-    row = conn.execute(_SINGLE.where(job.c.tenant_id == tenant_id, job.c.public_id == public_id)).first()
+    row = _ONE.run(conn, tenant_id=tenant_id, public_id=public_id).first()
     return None if row is None else _single(row)
 
 
@@ -111,12 +131,15 @@ def list_singles(conn: sa.Connection, tenant_id: int, *, after: str | None, limi
     return [_single(row) for row in rows]
 
 
-def finished_among(conn: sa.Connection, public_ids: Sequence[str]) -> list[str]:
-    """Those of these jobs that have their result: one question for every long poll of a process."""
+def ended_among(conn: sa.Connection, public_ids: Sequence[str]) -> list[str]:
+    """Those of these jobs that have their result, or are no longer known: one question for every long poll of a
+    process."""
+    asked = sa.func.unnest(sa.cast(list(public_ids), ARRAY(sa.Text))).table_valued("id").render_derived(name="asked")
     statement = (
-        sa.select(job.c.public_id)
-        .join(job_result, job_result.c.job_id == job.c.id)
-        .where(job.c.public_id.in_(public_ids))
+        sa.select(asked.c.id)
+        .outerjoin(job, job.c.public_id == asked.c.id)
+        .outerjoin(job_result, job_result.c.job_id == job.c.id)
+        .where(sa.or_(job.c.id.is_(None), job_result.c.job_id.is_not(None)))
     )
     return [str(public_id) for public_id in conn.execute(statement).scalars()]
 
@@ -187,6 +210,9 @@ _SINGLE: sa.Select[Any] = (
         instance_boot.c.id == sa.func.coalesce(job_result.c.instance_boot_id, cohort.c.instance_boot_id),
     )
 )
+
+
+_ONE = Frozen(_SINGLE.where(job.c.tenant_id == sa.bindparam("tenant_id"), job.c.public_id == sa.bindparam("public_id")))
 
 
 def _single(row: sa.Row[Any]) -> Single:

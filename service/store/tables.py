@@ -114,6 +114,7 @@ batch = Table(
     Column("retry_of", Text),
     Column("output_expires_after_seconds", Integer),
     Column("total", Integer, nullable=False, server_default="0"),  # non-blank lines; 0 until in_progress
+    Column("prompt_tokens", BigInteger),  # of its lines: estimated when it begins, counted at the end of intake
     Column("prefix_groups", Integer),  # set at the end of intake
     Column("bound_tokens", BigInteger),  # set at the end of intake, at the fleet's block size
     # Pass 2 goes on from here after a restart: the byte and the physical line after the last committed chunk.

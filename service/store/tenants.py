@@ -10,6 +10,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 
+from service.store.frozen import Frozen
 from service.store.tables import api_key, tenant
 
 DEFAULT_TENANT = "default"  # whose everything is while no key is configured
@@ -35,6 +36,15 @@ class ApiKey:
     label: str
     created_at: datetime
     revoked_at: datetime | None
+
+
+_COLUMNS = (tenant.c.id, tenant.c.name, tenant.c.salt)
+_OF_KEY = Frozen(
+    sa.select(*_COLUMNS)
+    .join(api_key, api_key.c.tenant_id == tenant.c.id)
+    .where(api_key.c.hash == sa.bindparam("hash"), api_key.c.revoked_at.is_(None))
+)
+_KEYLESS = Frozen(sa.select(*_COLUMNS).where(tenant.c.name == DEFAULT_TENANT, ~sa.exists(sa.select(api_key.c.id))))
 
 
 def ensure_tenant(conn: sa.Connection, name: str) -> Tenant:
@@ -67,12 +77,16 @@ def has_keys(conn: sa.Connection) -> bool:
 
 def tenant_of_key(conn: sa.Connection, key: str) -> Tenant | None:
     """Whose key this is; None for a wrong or a revoked one."""
-    row = conn.execute(
-        sa.select(tenant.c.id, tenant.c.name, tenant.c.salt)
-        .join(api_key, api_key.c.tenant_id == tenant.c.id)
-        .where(api_key.c.hash == _hash(key), api_key.c.revoked_at.is_(None))
-    ).first()
+    row = _OF_KEY.run(conn, hash=_hash(key)).first()
     return None if row is None else Tenant(**row._mapping)
+
+
+def keyless_tenant(conn: sa.Connection) -> Tenant | None:
+    """The tenant whose everything is while no key was ever made; None once one was. One look in the common case."""
+    row = _KEYLESS.run(conn).first()
+    if row is not None:
+        return Tenant(**row._mapping)
+    return None if has_keys(conn) else ensure_tenant(conn, DEFAULT_TENANT)
 
 
 def create_key(conn: sa.Connection, tenant_name: str, label: str) -> str:

@@ -6,6 +6,7 @@ person wants to know: how often it was tried, and what came of it.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from service.core.ids import EVENT_PREFIX
+from service.core.ids import EVENT_PREFIX, RANDOM_BYTES, make_id
 from service.core.model import BatchStatus, Outcome, TaskKind, TaskState
 from service.core.webhook import SECRET_BYTES, batch_event, job_event
 from service.store import control
-from service.store.clock import new_id
+from service.store.clock import now_ms
 from service.store.control_tables import control_task, webhook_event
 from service.store.tables import batch, tenant
 
@@ -89,25 +90,25 @@ def announce_batch(conn: sa.Connection, batch_id: str, status: BatchStatus) -> N
         .where(batch.c.id == batch_id, tenant.c.webhook_url.is_not(None))
     ).first()
     if receiver is not None:
-        _add(conn, [_row(conn, receiver.id, batch_event(status), batch_id, receiver.webhook_url)])
+        _add(conn, [_row(now_ms(conn), receiver.id, batch_event(status), batch_id, receiver.webhook_url)])
 
 
 def announce_jobs(conn: sa.Connection, ended: Sequence[EndedJob]) -> None:
     """The events of single jobs whose results were just recorded."""
-    rows = [_row(conn, item.tenant_id, job_event(item.outcome), item.public_id, item.url) for item in ended]
-    if rows:
-        _add(conn, rows)
+    if ended:
+        at = now_ms(conn)
+        _add(conn, [_row(at, item.tenant_id, job_event(item.outcome), item.public_id, item.url) for item in ended])
 
 
 def add_test_event(conn: sa.Connection, tenant_id: int, event_type: str, url: str) -> str:
     """An event without a task: whoever adds it sends it, once. Returns its id, which is also its subject."""
-    row = _row(conn, tenant_id, event_type, "", url)
+    row = _row(now_ms(conn), tenant_id, event_type, "", url)
     conn.execute(sa.insert(webhook_event).values({**row, "subject": row["id"]}))
     return str(row["id"])
 
 
-def _row(conn: sa.Connection, tenant_id: int, event_type: str, subject: str, url: str) -> dict[str, object]:
-    event_id = new_id(conn, EVENT_PREFIX)
+def _row(unix_ms: int, tenant_id: int, event_type: str, subject: str, url: str) -> dict[str, object]:
+    event_id = make_id(EVENT_PREFIX, unix_ms, os.urandom(RANDOM_BYTES))
     return {"id": event_id, "tenant_id": tenant_id, "type": event_type, "subject": subject, "url": url}
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -20,7 +23,7 @@ from service.fleet import Instance, Model, Models
 from service.settings import Settings
 from service.tokenizing import Tokenizing
 from workers.agreement import key_agreement
-from workers.engines.base import EngineGone, EngineRequest
+from workers.engines.base import EngineGone, EngineReply, EngineRequest
 from workers.engines.tree import ProcessId, descendants, identify, is_alive
 from workers.engines.vllm import VllmEngine
 
@@ -88,6 +91,7 @@ async def test_vllm_from_start_to_both_kills(
         assert second.usage.cached_tokens >= second.usage.prompt_tokens - 64
         assert stranger.usage.cached_tokens == 0
         assert json.loads(second.body)["choices"][0]["message"]["content"]
+        await check_streams(engine, request(model, "What is rule 3?", "aa", 5), first)
 
         keeper = identify(facts.pid or 0)
         assert keeper is not None
@@ -131,6 +135,57 @@ async def test_a_start_that_fails_says_why(model_folder: Path, tmp_path: Path) -
             await engine.start()
     finally:
         await engine.stop(1)
+
+
+class Sink:
+    """What was streamed; held, it takes one event and no more."""
+
+    def __init__(self, *, held: bool = False) -> None:
+        self.chunks: list[dict[str, Any]] = []
+        self.arrived = asyncio.Event()
+        self._held = asyncio.Event()
+        if not held:
+            self._held.set()
+
+    async def send(self, event: str) -> None:
+        self.chunks.append(json.loads(event.removeprefix("data: ")))
+        self.arrived.set()
+        await self._held.wait()
+
+
+async def check_streams(engine: VllmEngine, asked: EngineRequest, unstreamed: EngineReply) -> None:
+    """Streamed, the answer is the same, and an event comes for each token; hung up on, vLLM runs nothing."""
+    sink = Sink()
+    reply = await engine.submit(dataclasses.replace(asked, events=sink))
+    whole, expected = json.loads(reply.body), json.loads(unstreamed.body)
+    choice, other = whole["choices"][0], expected["choices"][0]
+    assert choice["message"]["content"] == other["message"]["content"]
+    assert choice["finish_reason"] == other["finish_reason"]
+    assert whole["object"] == expected["object"]
+    assert reply.usage.completion_tokens == unstreamed.usage.completion_tokens
+    assert reply.usage.cached_tokens is not None
+    assert reply.usage.cached_tokens > 0
+    pieces = [chunk["choices"][0]["delta"].get("content") for chunk in sink.chunks if chunk["choices"]]
+    assert len([piece for piece in pieces if piece]) > 4
+    assert sink.chunks[-1]["choices"] == []
+
+    held = Sink(held=True)
+    long = json.loads(asked.body) | {"max_tokens": 1200, "ignore_eos": True}
+    task = asyncio.create_task(engine.submit(dataclasses.replace(asked, body=orjson.dumps(long), events=held)))
+    await asyncio.wait_for(held.arrived.wait(), 60)
+    assert await running(engine) == 1
+    task.cancel()
+    async with asyncio.timeout(5):
+        while await running(engine):  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+
+
+async def running(engine: VllmEngine) -> int:
+    answer = await engine._client.get("/metrics")
+    assert answer is not None
+    found = re.search(rb"^vllm:num_requests_running\{.*\} (.*)$", answer[1], re.MULTILINE)
+    assert found is not None
+    return int(float(found.group(1)))
 
 
 def memory(family: list[ProcessId]) -> str:

@@ -41,6 +41,7 @@ class HookServer(ThreadingHTTPServer):
         self.hooks: list[Hook] = []
         self.came = threading.Condition()
         self.closing = threading.Event()
+        self.asked_names: list[str | None] = []  # by TLS
 
     @property
     def port(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,27 @@ def test_bytes_that_are_gone_are_503(api: Api) -> None:
     body = api.create_body(file_id)
     check_refused(api.http.post("/v1/batches", json=body), 503, "service_unavailable")
     assert api.http.get("/v1/batches").json()["data"] == []
+
+
+def test_memory_does_not_grow_with_the_file(api: Api) -> None:
+    """`python -m bench.transfer` measures the same on a process of its own with 1 GB."""
+    piece = b"x" * 65_536
+    head, tail = form(PURPOSE, ("file", "in.jsonl", b"@"))["content"].split(b"@")
+
+    def pieces() -> Iterator[bytes]:
+        yield head
+        for _ in range(1_000):
+            yield piece
+        yield tail
+
+    headers = {"content-type": "multipart/form-data; boundary=XX"}
+    tracemalloc.start()
+    try:
+        made = api.http.post("/v1/files", content=pieces(), headers=headers).json()
+        assert made["bytes"] == 65_536_000
+        with api.http.stream("GET", f"/v1/files/{made['id']}/content") as answer:
+            assert sum(map(len, answer.iter_raw())) == 65_536_000
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 * 2**20, f"{peak_bytes:,}"

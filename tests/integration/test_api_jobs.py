@@ -153,7 +153,7 @@ def test_a_long_poll_ends_with_the_job_as_it_is(api: Api) -> None:
     assert time.monotonic() - started >= 1
 
 
-def test_a_submit_wakes_the_dispatcher(api: Api) -> None:
+def test_a_submit_wakes_the_lane_of_single_jobs(api: Api) -> None:
     heard: list[str] = []
     listening = threading.Event()
 
@@ -162,7 +162,7 @@ def test_a_submit_wakes_the_dispatcher(api: Api) -> None:
         conn = raw.driver_connection
         assert conn is not None
         conn.autocommit = True
-        conn.execute("listen dispatch")
+        conn.execute("listen single")
         listening.set()
         heard.extend(notice.channel for notice in conn.notifies(timeout=30, stop_after=1))
         raw.invalidate()
@@ -172,7 +172,7 @@ def test_a_submit_wakes_the_dispatcher(api: Api) -> None:
     assert listening.wait(30)
     submit(api)
     thread.join()
-    assert heard == ["dispatch"]
+    assert heard == ["single"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -15,6 +19,7 @@ from seeds import add_boot
 from service.core.model import LineErrorCode, MissCause, Outcome
 from service.store import results
 from service.store.tables import batch, batch_progress, instance_boot, job, job_result
+from trunkline import AsyncClient, Batch, Client, NotFoundError, Report
 
 FIELDS = [
     "object", "lines", "top_errors", "tokens", "hit_rate", "bound", "misses", "per_instance", "started_at",
@@ -161,6 +166,46 @@ def test_other_batches_are_not_in_a_report(api: Api, desk: Desk) -> None:
     record(desk, other, "a", instance_boot_id=boot, miss_cause=MissCause.EVICTED)
     report = report_of(api, mine)
     assert (report["per_instance"], report["misses"], report["slowest"]) == ([], {}, [])
+
+
+def test_both_clients_and_the_command_line_show_it(api: Api, desk: Desk) -> None:
+    batch_id = desk.take_in(jsonl(request(f"c{n}") for n in range(2)))
+    with api.database.transaction() as conn:
+        boot = add_boot(conn)
+    record(desk, batch_id, "c0", instance_boot_id=boot, miss_cause=MissCause.EVICTED)
+    failed = {"outcome": Outcome.FAILED, "status_code": 400, "response": refusal("no \x1b[31mcolour")}
+    record(desk, batch_id, "c1", instance_boot_id=boot, **failed)
+    with Client(f"{api.url}/v1") as client:
+        found = client.report(batch_id)
+        assert found.as_dict() == report_of(api, batch_id)
+        with pytest.raises(NotFoundError):
+            client.report(f"batch_{'0' * 32}")
+
+    async def ask() -> Report:
+        async with AsyncClient(f"{api.url}/v1") as client:
+            return await client.report(client_batch)
+
+    client_batch = client_of(api, batch_id)
+    assert asyncio.run(ask()) == found
+    assert (found.lines.total, found.misses["evicted"].computed_tokens, found.slowest[0].line) == (2, 40, 1)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "trunkline", "report", *arguments, "--url", f"{api.url}/v1"]
+        environment = {**os.environ, "COLUMNS": "120"}
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    shown = run(batch_id)
+    assert shown.returncode == 0, shown.stderr
+    for part in ("2: 1 completed, 1 failed", "60.0%", "evicted", "one", "c0", "colour"):
+        assert part in shown.stdout
+    assert "\x1b" not in shown.stdout
+    assert json.loads(run(batch_id, "--json").stdout) == found.as_dict()
+    assert run("batch_0").returncode == 1
+
+
+def client_of(api: Api, batch_id: str) -> Batch:
+    with Client(f"{api.url}/v1") as client:
+        return client.get_batch(batch_id)
 
 
 LINES = 50_000

@@ -3,6 +3,7 @@ a failed batch, and the error file of a batch that skips."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 from api_fixtures import Api, api, check_refused, serve_api, steady  # noqa: F401 - two are fixtures
 from control_fixtures import jsonl, request
+from openai.types import Batch
 from plant import Plant, check_accounting, plant, standing  # noqa: F401 - two are fixtures
 
 from service.settings import Settings
@@ -200,3 +202,33 @@ def test_strict_batches_refuse_a_second_model(plant: Plant) -> None:
     assert [(error.code, error.line, error.param) for error in batch.errors.data or []] == [
         ("model_mismatch", 3, "body.model")
     ]
+
+
+def errors_of(batch: Batch) -> list[tuple[str | None, int | None, str | None]]:
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    return [(error.code, error.line, error.param) for error in batch.errors.data or []]
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+def test_errors_of_the_file_as_the_sdk_sees_them(plant: Plant, policy: str) -> None:
+    queue = {"on_invalid_line": policy}
+    assert errors_of(plant.run(b"\n \n", queue=queue)) == [("empty_batch", None, None)]
+    work = plant.work
+    try:
+        plant.work = dataclasses.replace(work, settings=dataclasses.replace(work.settings, max_lines=3))
+        failed = plant.run(jsonl(request(f"c{n}") for n in range(5)), queue=queue)
+    finally:
+        plant.work = work
+    assert errors_of(failed) == [("too_many_tasks", 4, None)]
+    assert failed.request_counts is not None
+    assert (failed.request_counts.total, failed.output_file_id, failed.error_file_id) == (0, None, None)
+
+
+def test_after_a_hundred_errors_comes_one_that_says_so(plant: Plant) -> None:
+    found = errors_of(plant.run(b"\n".join([b"{"] * 130)))
+    assert found == [
+        *(("invalid_json_line", number, None) for number in range(1, 101)),
+        ("too_many_errors", None, None),
+    ]
+    assert len(errors_of(plant.run(b"{\n" * 100))) == 100

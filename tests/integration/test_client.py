@@ -272,3 +272,41 @@ async def test_the_async_client_does_the_same(async_client: AsyncClient, desk: D
     assert (await async_client.result(submitted, timeout=30)).text == "hi"
     with pytest.raises(NotFoundError):
         await async_client.get_job("job_none")
+
+
+def test_a_batch_is_changed_looked_into_retried_and_deleted(client: Client, desk: Desk) -> None:
+    made = client.batch(["a", "b", "c"], model="tiny")
+    changed = client.update_batch(made, priority="high", paused=True, completion_window="48h")
+    assert (changed.queue.priority, changed.queue.paused, changed.completion_window) == ("high", True, "48h")
+    assert client.update_batch(made, paused=False).queue.priority == "high"
+    run_open_tasks(desk)
+    desk.answer(made.id, ["request-2"])
+    assert [line.status for line in client.requests(made)] == ["queued", "succeeded", "queued"]
+    assert [line.custom_id for line in client.requests(made, status="queued", limit=1)] == ["request-1"]
+    with pytest.raises(ConflictError) as raised:
+        client.delete_batch(made)
+    assert raised.value.code == "batch_not_terminal"
+    client.cancel(made)
+    run_open_tasks(desk)
+    again = client.retry(made, idempotency_key="k")
+    assert again.queue.retry_of == made.id
+    assert client.retry(made, idempotency_key="k").id == again.id
+    with pytest.raises(ConflictError) as ended:
+        client.update_batch(made, paused=True)
+    assert ended.value.code == "batch_terminal"
+    assert client.delete_batch(made)
+    assert [batch.id for batch in client.batches()] == [again.id]
+
+
+async def test_the_async_client_changes_retries_and_deletes(async_client: AsyncClient, desk: Desk) -> None:
+    made = await async_client.batch(["a", "b"], model="tiny")
+    assert (await async_client.update_batch(made, priority="low")).queue.priority == "low"
+    run_open_tasks(desk)
+    assert [line.line async for line in async_client.requests(made, status="queued")] == [1, 2]
+    await async_client.cancel(made)
+    run_open_tasks(desk)
+    again = await async_client.retry(made)
+    assert (again.status, again.queue.retry_of) == ("validating", made.id)
+    assert await async_client.delete_batch(made)
+    with pytest.raises(NotFoundError):
+        await async_client.get_batch(made)

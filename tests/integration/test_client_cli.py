@@ -192,3 +192,30 @@ def test_the_version_is_printed_without_a_command(cli: Cli) -> None:
     done = cli("--version")
     assert done.returncode == 0
     assert done.stdout.decode().strip() == version("trunkline")
+
+
+def test_a_batch_is_paused_changed_looked_into_retried_and_deleted(cli: Cli, desk: Desk) -> None:
+    batch_id = cli("submit", "-", data=INPUT).stdout.decode().strip()
+    for arguments, said in (
+        (("pause", batch_id), f"Batch {batch_id} is paused.\n"),
+        (("resume", batch_id), f"Batch {batch_id} goes on.\n"),
+        (("priority", batch_id, "low"), f"Batch {batch_id} has priority low.\n"),
+        (("window", batch_id, "3d"), f"Batch {batch_id} has 3d from its creation.\n"),
+    ):
+        done = cli(*arguments)
+        assert (done.returncode, done.stdout.decode()) == (0, said), done.stderr
+    run_open_tasks(desk)
+    desk.answer(batch_id, ["c1"])
+    assert [line["status"] for line in lines(cli("requests", batch_id, "--json").stdout)] == [
+        "queued", "succeeded", "queued",
+    ]  # fmt: skip
+    assert "c2" in cli("requests", batch_id, "--status", "queued").stdout.decode()
+    refused = cli("delete", batch_id)
+    assert (refused.returncode, refused.stderr.count(b"\n")) == (1, 1)
+    assert b"batch_not_terminal" in refused.stderr
+    cli("cancel", batch_id)
+    run_open_tasks(desk)
+    retried = cli("retry", batch_id).stdout.decode().strip()
+    assert desk.batch(retried).retry_of == batch_id
+    assert cli("delete", batch_id).stdout.decode() == f"Batch {batch_id} is deleted.\n"
+    assert cli("status", batch_id).returncode == 1

@@ -224,3 +224,26 @@ def test_hold_back_looks_at_its_own_queue_alone(database: Database) -> None:
         assert pauses.hold_back(conn, "instance.other", MODEL) == frozenset()
         assert pauses.hold_back(conn, QUEUE, MODEL) == {"held"}
         assert pauses.hold_back(conn, QUEUE, MODEL) == frozenset()
+
+
+def test_a_pause_is_answered_behind_a_dispatch_under_way_and_holds_the_next(database: Database) -> None:
+    (jobs,) = seed(database, ("held", 2))
+    write_cohort(database, jobs)
+    pausing = threading.Thread(target=change, args=(database, "held"), kwargs={"paused": True})
+    with database.transaction() as conn:
+        assert pauses.hold_back(conn, QUEUE, MODEL) == frozenset()
+        pausing.start()
+        while not waits_for_advisory_lock(database):
+            assert pausing.is_alive()
+    pausing.join()
+    with database.transaction() as conn:
+        assert pauses.hold_back(conn, QUEUE, MODEL) == {"held"}
+
+
+def waits_for_advisory_lock(database: Database) -> bool:
+    waiting = sa.text(
+        "select exists (select 1 from pg_locks where locktype = 'advisory' and not granted"
+        " and database = (select oid from pg_database where datname = current_database()))"
+    )
+    with database.transaction() as conn:
+        return bool(conn.scalar(waiting))

@@ -352,7 +352,7 @@ def test_two_api_processes_are_one_service(pair: Pair) -> None:
         sdk = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="none")
         third = create(sdk, uploaded.id)
         assert proxy.lost == ["0"]
-    assert [item.id for item in one.batches.list()][0] == third
+    assert next(iter(one.batches.list())).id == third
     assert len(list(two.batches.list())) == 3
 
     # Both cancel at once: both see it cancelling, and it is cancelled once.

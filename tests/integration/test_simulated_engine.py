@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import orjson
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from seeds import key_of
 
+from service.core.assembly import Assembly
 from service.core.model import Endpoint
 from service.core.usage import read_usage
 from service.errors import SettingError
@@ -99,3 +101,55 @@ def test_options_are_checked() -> None:
         make_engine(size=1)
     with pytest.raises(SettingError, match="speed must be above 0"):
         make_engine(speed=0)
+
+
+class Events:
+    """What a streaming engine sent; after the first, it waits to be let go."""
+
+    def __init__(self) -> None:
+        self.chunks: list[dict[str, Any]] = []
+        self.arrived = asyncio.Event()
+        self.let_go = asyncio.Event()
+
+    async def send(self, event: str) -> None:
+        self.chunks.append(orjson.loads(event.removeprefix("data: ")))
+        self.arrived.set()
+        await self.let_go.wait()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "kind"), [(Endpoint.CHAT, ChatCompletionChunk), (Endpoint.COMPLETIONS, Completion)]
+)
+async def test_it_streams_token_by_token_and_answers_whole(endpoint: Endpoint, kind: type) -> None:
+    engine = make_engine()
+    await engine.start()
+    events = Events()
+    answer = asyncio.create_task(engine.submit(request(1, 1, endpoint, events=events)))
+    await asyncio.wait_for(events.arrived.wait(), 10)
+    assert (len(events.chunks), answer.done()) == (1, False)
+    events.let_go.set()
+    reply = await answer
+    assembly = Assembly(endpoint=endpoint)
+    for chunk in events.chunks:
+        assembly.add(chunk)
+    for chunk in events.chunks if endpoint is Endpoint.CHAT else events.chunks[-2:]:  # before, no reason to finish
+        kind.model_validate(chunk, strict=True)  # type: ignore[attr-defined]
+    assert len(events.chunks) == 8 + 1  # and the usage
+    whole, assembled = orjson.loads(reply.body), orjson.loads(assembly.body())
+    assert {**assembled, "created": 0} == {**whole, "created": 0}
+    assert reply.usage.completion_tokens == 8
+    await engine.stop(0)
+
+
+async def test_a_streamed_request_is_aborted_in_the_middle() -> None:
+    engine = make_engine(speed=0.1, max_num_seqs=1)
+    await engine.start()
+    events = Events()
+    answer = asyncio.create_task(engine.submit(request(1, 1, events=events)))
+    await asyncio.wait_for(events.arrived.wait(), 10)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    with pytest.raises(EngineTimeout):  # it runs at once, and is slow
+        await engine.submit(request(1, 2, timeout_seconds=0.01))
+    await engine.stop(0)

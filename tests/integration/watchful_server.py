@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class WatchfulServer(FakeServer):
         self.let_go = threading.Event()
         self.let_go.set()
         self.arrived = threading.Semaphore(0)
+        self.script: Callable[[WatchfulHandler], None] | None = None  # how a streamed request is answered
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -52,8 +53,11 @@ class WatchfulHandler(Handler):
             return
         self.server.asked.append((self.path, body))
         self.server.arrived.release()
+        if body.get("stream") and self.server.script is not None:
+            self.server.script(self)
+            return
         while not self.server.let_go.wait(_LOOK_SECONDS):
-            if self._has_hung_up():
+            if self.has_hung_up():
                 self.server.aborted.append(time.monotonic())
                 self.close_connection = True
                 return
@@ -65,7 +69,7 @@ class WatchfulHandler(Handler):
         super().do_POST()
         self.rfile = stream
 
-    def _has_hung_up(self) -> bool:
+    def has_hung_up(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
 

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from trunkline.cli import batches, jobs
+from trunkline.cli import actions, batches, jobs, report
 from trunkline.cli.extensions import ExtensibleGroup, load_extensions, missing_part
 
 STATUS_HELP = (
@@ -74,6 +74,8 @@ def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
     app.callback()(_options)
     batches.register(app)
     jobs.register(app)
+    report.register(app)
+    actions.register(app)
     own = {_name(command) for command in app.registered_commands} | {"job"}
     if not (arguments and arguments[0] in own):
         load_extensions(app)

@@ -55,7 +55,7 @@ def print_batch(batch: Batch) -> None:
     }
     _print_facts(facts)
     for error in batch.line_errors[:_SHOWN_ERRORS]:
-        typer.echo(f"  {_printable(str(error))}")
+        typer.echo(f"  {printable(str(error))}")
     if len(batch.line_errors) > _SHOWN_ERRORS:
         typer.echo(f"  and {len(batch.line_errors) - _SHOWN_ERRORS} more; --json has them all")
 
@@ -147,9 +147,9 @@ def _print_facts(facts: dict[str, str | None]) -> None:
     width = max(len(name) for name, value in facts.items() if value)
     for name, value in facts.items():
         if value:
-            typer.echo(f"{name.ljust(width)}  {_printable(value)}")
+            typer.echo(f"{name.ljust(width)}  {printable(value)}")
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text from a model or a file, without what would steer the terminal or cannot be encoded."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -187,7 +187,9 @@ PLAN = record(
     round_robin_hit_rate=SHARE,
     estimated_seconds=nullable(NUMBER),
     fits_window=nullable(BOOLEAN),
-    instances=many(ANYTHING),
+    instances=many(
+        record(name=STRING, model=STRING, engine=STRING, block_size=COUNT, kv_capacity_tokens=COUNT),
+    ),
 )
 
 JOB = record(
