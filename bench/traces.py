@@ -4,7 +4,8 @@
 [--scenarios known,unknown,window,late,late_mixed] [--baselines/--no-baselines] [--resume FILE] [--json]` replays every
 set on simulated engines, a line a cell; the last line with --json is one object. Everything is simulated, with the cost
 model of `service.core.simulate`. Sets: `conversation` is the trace, `bbh` as its files order it, the others are made up
-from the seed. Scenarios: what the planner is told and when. With --resume, cells in FILE are not run again.
+from the seed; jobs that a cache cannot hold are left out and counted. Scenarios: what the planner is told and when.
+With --resume, cells in FILE are not run again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from rich.console import Console
@@ -24,8 +25,8 @@ from rich.table import Table
 from bench.prompt_sets import MADE_UP, read_bbh
 from service.core.plan import Backlog
 from service.core.policies import POLICIES, make_policy
-from service.core.replay import EngineShape, FleetJobs, jobs_at_once, replay_fleet
-from service.core.trace import TRACE_BLOCK_TOKENS, read_trace
+from service.core.replay import EngineShape, FleetJobs, ReplayError, jobs_at_once, replay_fleet
+from service.core.trace import TRACE_BLOCK_TOKENS, TraceError, read_trace
 from service.forecast import too_long
 
 ONLINE = tuple(name for name in POLICIES if name not in ("prefix", "shared_queue"))  # place a job when it comes
@@ -139,6 +140,8 @@ class Bench:
         known = replace(cell, scenario="known")
         shape = shape_of(prompts, cell.kv_tokens)
         left, n_left_out = fitting(prompts.jobs, shape)
+        if not left.keys:
+            raise ReplayError(f"no job of {cell.prompts} fits a cache of {cell.kv_tokens:,} tokens")
         jobs = as_scenario(cell.scenario, left, lambda: self.figures(known).makespan_seconds)
         window = _WINDOW_JOBS if cell.scenario == "window" else None
         began = time.monotonic()
@@ -192,10 +195,31 @@ def cells_of(options: argparse.Namespace, names: Sequence[str]) -> Iterator[Cell
                     )
 
 
+def measured(bench: Bench, options: argparse.Namespace, names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for every cell; on standard error, which are done."""
+    rows = []
+    for cell in cells_of(options, names):
+        rows.append(row_of(bench, cell, options.baselines))
+        Console(stderr=True).print(f"{cell.prompts} K={cell.instances} KV={cell.kv_tokens} {cell.scenario}: done")
+    return rows
+
+
 def as_table(rows: Sequence[dict[str, Any]]) -> Table:
     """For the eye."""
     table = Table(title="The plan on simulated engines", title_justify="left")
-    for head in ("set", "K", "KV", "too long", "told", "hit", "/bound", "makespan", "x r.robin", "x best online", "max/mean"):
+    for head in (
+        "set",
+        "K",
+        "KV",
+        "too long",
+        "told",
+        "hit",
+        "/bound",
+        "makespan",
+        "x r.robin",
+        "x best online",
+        "max/mean",
+    ):
         table.add_column(head, justify="left" if head in ("set", "told") else "right")
     for row in rows:
         online = row.get("makespan_gain_over_best_online")
@@ -238,30 +262,67 @@ def _made_up(make: Callable[[int], Backlog], seed: int, block_size: int) -> Call
     return lambda: PromptSet(jobs=make(seed), block_size=block_size)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(float(part)) for part in text.split(",")]
+def _whole(least: int) -> Callable[[str], list[int]]:
+    """A parser of whole numbers with commas between them, also written as 1e6."""
+
+    def parse(text: str) -> list[int]:
+        try:
+            values = [float(part) for part in text.split(",")]
+            if all(value >= least and value.is_integer() for value in values):
+                return [int(value) for value in values]
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text} is not a list of whole numbers from {least} on, as in 4,8,16.")
+
+    return parse
+
+
+def _scenarios(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SCENARIOS:
+            raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(SCENARIOS)}.")
+    return names
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser_of() -> argparse.ArgumentParser:
+    """The options."""
+    parser = _Parser(prog="python -m bench.traces", description="The plan on recorded prompts. Simulated.")
+    add = parser.add_argument
+    add("--trace", type=Path, metavar="FILE", help="a trace, see service/core/trace.py")
+    add("--bbh", type=Path, metavar="FOLDER", help="folder with bbh/ and cot-prompts/")
+    add("--made-up", type=_whole(0), default=[], metavar="SEED,...", help="made-up sets of these seeds (default: none)")
+    add("--instances", type=_whole(1), default=[4, 8, 16], metavar="K,...", help="engines (default: 4,8,16)")
+    add("--kv", type=_whole(512), default=[10**5, 10**6], metavar="TOKENS,...", help="of each (default: 1e5,1e6)")
+    names = ",".join(SCENARIOS)
+    add("--scenarios", type=_scenarios, default=list(SCENARIOS), metavar="NAME,...", help=f"(default: {names})")
+    add("--baselines", action=argparse.BooleanOptionalAction, default=True, help="replay them too (default: yes)")
+    add("--resume", type=Path, metavar="FILE", help="cells that were run are kept there (default: nowhere)")
+    add("--json", action="store_true", help="one object as the last line (default: the table alone)")
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.traces", description="The plan on recorded prompts.")
-    parser.add_argument("--trace", type=Path, help="a trace, see service/core/trace.py")
-    parser.add_argument("--bbh", type=Path, help="folder with bbh/ and cot-prompts/")
-    parser.add_argument("--made-up", type=_numbers, default=[], metavar="SEED,...", help="made-up sets of these seeds")
-    parser.add_argument("--instances", type=_numbers, default=[4, 8, 16], metavar="K,...")
-    parser.add_argument("--kv", type=_numbers, default=[10**5, 10**6], metavar="TOKENS,...")
-    parser.add_argument("--scenarios", type=lambda text: text.split(","), default=list(SCENARIOS))
-    parser.add_argument("--baselines", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="cells that were run are kept there")
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of()
     options = parser.parse_args()
     sets = prompt_sets(options)
     if not sets:
-        parser.error("give a --trace, a --bbh folder, or seeds for --made-up sets")
-    bench = Bench(sets, options.resume)
-    rows = []
-    for cell in cells_of(options, list(sets)):
-        rows.append(row_of(bench, cell, options.baselines))
-        Console(stderr=True).print(f"{cell.prompts} K={cell.instances} KV={cell.kv_tokens} {cell.scenario}: done")
+        parser.error("give a --trace, a --bbh folder, or seeds for --made-up sets.")
+    try:
+        rows = measured(Bench(sets, options.resume), options, list(sets))
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be read: {error.strerror}." if error.filename else f"{error}.")
+    except TraceError as error:
+        parser.error(f"{options.trace}: {error}")
+    except ReplayError as error:
+        parser.error(f"{error}.")
     Console(width=None if Console().is_terminal else 130).print(as_table(rows))
     if options.json:
         print(json.dumps({"simulated": True, "cells": rows}))

@@ -36,8 +36,10 @@ def _whole(option: str, most: int = _MOST) -> Callable[[object], int | None]:
         try:
             value = Decimal(str(text))
         except InvalidOperation:
-            raise InputRefused(f"{option} is {text}; a whole number was expected.") from None
-        if not (value.is_finite() and 1 <= value <= most):
+            value = Decimal("nan")
+        if not value.is_finite():
+            raise InputRefused(f"{option} is {text}; a whole number was expected.")
+        if not 1 <= value <= most:
             raise InputRefused(f"{option} is {text}; it must be from 1 to {most:,}.")
         if value != int(value):
             raise InputRefused(f"{option} is {text}; a whole number was expected.")

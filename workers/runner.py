@@ -108,12 +108,12 @@ class CohortRun:
             raise
 
     def _feed(self, jobs: Sequence[ClaimedJob]) -> None:
-        suspects = [job for job in jobs if job.crashes >= MAX_CRASHES]
-        self._record([given_up(job, LineErrorCode.ENGINE_CRASH) for job in suspects])
+        unrun = {job.job_id: code for job in jobs if (code := _reason_not_to_run(job)) is not None}
+        self._record([given_up(job, unrun[job.job_id]) for job in jobs if job.job_id in unrun])
         items = [
             Waiting(claim=self.claim, job=job, position=position, sink=self._inbox.put)
             for position, job in enumerate(jobs)
-            if job.crashes < MAX_CRASHES
+            if job.job_id not in unrun
         ]
         self._open = {item.job.job_id: item for item in items}
         self._leader = items[0].job.job_id if items else None
@@ -206,6 +206,12 @@ class CohortRun:
 
     def _patiently(self, work: Callable[[sa.Connection], T]) -> T:
         return patiently(self._database, work, self._is_lost)
+
+
+def _reason_not_to_run(job: ClaimedJob) -> LineErrorCode | None:
+    if job.is_cancelled:
+        return LineErrorCode.BATCH_CANCELLED
+    return LineErrorCode.ENGINE_CRASH if job.crashes >= MAX_CRASHES else None
 
 
 def patiently(database: Database, work: Callable[[sa.Connection], T], is_lost: threading.Event) -> T:

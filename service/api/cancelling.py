@@ -13,6 +13,7 @@ def cancel(context: Context, tenant: Tenant, job_id: str) -> bool:
         job = singles.get_single(conn, tenant.id, job_id)
         if job is None or job.is_terminal or not singles.request_cancel(conn, job):
             return False
+        job = singles.get_single(conn, tenant.id, job_id) or job  # it may have been sent out meanwhile
     if job.instance is not None:  # the mark would be found with the next heartbeat, this is heard at once
         context.relay.signal_cancel(job.instance, job.id)
     return True

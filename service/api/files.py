@@ -20,10 +20,11 @@ from service.api.multipart import FORM_BYTES, UploadParser, file_too_large, safe
 from service.api.objects import file_object
 from service.api.ranges import byte_range
 from service.core.ids import FILE_PREFIX, is_id
-from service.errors import StoreFailed
+from service.errors import DatabaseUnreachable, StoreFailed
 from service.store import batches, files
-from service.store.blobs import CHUNK_BYTES, BlobWriter, new_blob_path
+from service.store.blobs import CHUNK_BYTES, Blob, BlobWriter, new_blob_path
 from service.store.files import File, Purpose
+from service.store.session import DATABASE_AWAY
 from service.store.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,24 @@ def _keep(context: Context, tenant: Tenant, parser: UploadParser, writer: BlobWr
     blob = writer.publish()
     try:
         report = validate.judge(context, blob.path) if is_judged else None
+        shown = file_object(_record(context, tenant, parser, blob))
+    except _MayBeKept:
+        log.warning("the bytes of an upload are left in the file store, its row may be there: %s", blob.path)
+        raise
+    except BaseException:
+        context.blobs.delete(blob.path)  # no row names it
+        raise
+    return json_answer(shown) if report is None else validate.report_answer(shown, report)
+
+
+class _MayBeKept(DatabaseUnreachable):
+    """The commit of a file's row was not answered, and whether it is there cannot be told."""
+
+
+def _record(context: Context, tenant: Tenant, parser: UploadParser, blob: Blob) -> File:
+    """The row of an upload. Raises what the database raises, and _MayBeKept from it."""
+    file: File | None = None
+    try:
         with context.database.transaction() as conn:
             file = files.create_file(
                 conn,
@@ -98,10 +117,20 @@ def _keep(context: Context, tenant: Tenant, parser: UploadParser, writer: BlobWr
                 blob=blob,
                 expires_after_seconds=_expiry(parser.fields),
             )
-    except BaseException:
-        context.blobs.delete(blob.path)  # no row names it
-        raise
-    return json_answer(file_object(file)) if report is None else validate.report_answer(file_object(file), report)
+    except DATABASE_AWAY as error:
+        if file is None:
+            raise
+        if not _is_kept(context, tenant, file.id):
+            raise _MayBeKept from error
+    return file
+
+
+def _is_kept(context: Context, tenant: Tenant, file_id: str) -> bool:
+    try:
+        with context.database.transaction() as conn:
+            return files.get_file(conn, tenant.id, file_id) is not None
+    except DATABASE_AWAY:
+        return False
 
 
 @router.get("")

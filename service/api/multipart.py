@@ -39,7 +39,7 @@ class UploadParser:
         self._header_name, self._header_value = bytearray(), bytearray()
         self._headers: dict[bytes, bytes] = {}
         self._part: _Part | None = None
-        self._parts = self._file_bytes = 0
+        self._parts = self._file_bytes = self._fed_bytes = 0
         self._pending = bytearray()
         self._is_whole = False
         self.filename: str | None = None  # None: no part `file` yet
@@ -51,6 +51,9 @@ class UploadParser:
 
     def feed(self, chunk: bytes) -> None:
         """Raises ApiError: malformed, or a file over the limit."""
+        self._fed_bytes += len(chunk)
+        if self._fed_bytes > self._max_file_bytes + FORM_BYTES:  # what follows the last boundary counts too
+            raise file_too_large(self._max_file_bytes)
         try:
             self._parser.write(chunk)
         except FormParserError as error:

@@ -50,6 +50,7 @@ class ClaimedJob:
     crashes: int
     queued_ms: int
     stream_to: str | None = None  # where its answer is relayed while it comes
+    is_cancelled: bool = False  # a single job: while its message was on its way
 
 
 def claim(
@@ -133,6 +134,7 @@ _CLAIMED = [
     func.coalesce(job.c.first_of_group, sa.false()).label("first_of_group"),
     job.c.tries,
     job.c.crashes,
+    job.c.cancel_requested_at.is_not(None).label("is_cancelled"),
     job.c.stream_to,
     sa.cast(func.least(_MAX_INT, func.greatest(0, _QUEUED_MS)), sa.Integer).label("queued_ms"),
 ]

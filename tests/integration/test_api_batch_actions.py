@@ -16,11 +16,9 @@ from api_fixtures import Api, api, check_refused, steady  # noqa: F401 - two are
 from client_steps import run_open_tasks
 from control_fixtures import Desk, jsonl, request
 
-from service.broker import Publisher, make_app
 from service.core.ids import make_id
 from service.core.model import BatchStatus, LineErrorCode, Outcome, Priority, TaskKind
-from service.dispatcher import Dispatcher
-from service.store import batches, cohorts
+from service.store import batches
 from service.store.control_tables import control_task
 from service.store.tables import batch, batch_progress, cohort, file, job, job_result, line_error
 

@@ -6,6 +6,7 @@ import hashlib
 import socket
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,54 @@ def test_bytes_that_are_gone_are_503(api: Api) -> None:
     body = api.create_body(file_id)
     check_refused(api.http.post("/v1/batches", json=body), 503, "service_unavailable")
     assert api.http.get("/v1/batches").json()["data"] == []
+
+
+def test_what_comes_after_the_form_is_limited_too(settings: Settings, database: Database, broker_url: str) -> None:
+    def endless() -> Iterator[bytes]:
+        yield form(PURPOSE, GOOD)["content"]
+        for _ in range(200):
+            yield b"z" * 65_536
+
+    with serve_api(settings, database, broker_url, max_file_bytes=100_000) as api:
+        headers = {"content-type": "multipart/form-data; boundary=XX"}
+        check_refused(api.http.post("/v1/files", content=endless(), headers=headers), 413, "file_too_large", "file")
+        assert stored_files(api) == ([], [])
+
+
+class LostCommits(Database):
+    """Commits, and its answer is lost, when told so; with `is_away` it is then gone for the next transaction."""
+
+    loses = is_away = False
+
+    @contextmanager
+    def transaction(self) -> Iterator[sa.Connection]:
+        before = self.is_away and not self.loses
+        if before:
+            self.is_away = False
+            raise sa.exc.OperationalError("", None, Exception("connection refused"))
+        with super().transaction() as conn:
+            inserted = conn.execute(sa.select(sa.func.count()).select_from(file)).scalar_one()
+            yield conn
+            inserted -= conn.execute(sa.select(sa.func.count()).select_from(file)).scalar_one()
+        if inserted and self.loses:
+            self.loses = False
+            raise sa.exc.OperationalError("", None, Exception("server closed the connection unexpectedly"))
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_an_upload_whose_commit_was_not_answered_keeps_its_bytes(
+    settings: Settings, database_url: str, broker_url: str, is_away: bool
+) -> None:
+    database = LostCommits(database_url)
+    with serve_api(settings, database, broker_url) as api:
+        database.loses, database.is_away = True, is_away
+        answer = api.http.post("/v1/files", **form(PURPOSE, GOOD))
+        if is_away:
+            check_refused(answer, 503, "service_unavailable")
+        ((file_id,), (_,)) = stored_files(api)
+        assert is_away or answer.json()["id"] == file_id
+        assert api.http.get(f"/v1/files/{file_id}/content").content == LINES
+    database.close()
 
 
 def test_memory_does_not_grow_with_the_file(api: Api) -> None:

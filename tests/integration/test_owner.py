@@ -187,6 +187,17 @@ def test_a_message_counts_once(bench: Bench) -> None:
     assert len(bench.server.requests) == 2
 
 
+def test_a_job_that_was_cancelled_before_its_cohort_was_claimed_does_not_run(bench: Bench) -> None:
+    message = bench.dispatch(2)
+    with bench.database.transaction() as conn:
+        first = sa.select(sa.func.min(job.c.id)).scalar_subquery()
+        conn.execute(sa.update(job).where(job.c.id == first).values(cancel_requested_at=sa.func.now()))
+    bench.run(message)
+    assert len(bench.server.requests) == 1
+    assert sorted(bench.rows(job_result.c.outcome)) == [("cancelled",), ("succeeded",)]
+    assert bench.rows(cohort.c.state) == [("done",)]
+
+
 def test_a_server_error_is_tried_again_and_then_kept_with_its_answer(bench: Bench) -> None:
     bench.server.status = 500
     bench.run(bench.dispatch(1))

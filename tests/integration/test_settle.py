@@ -220,6 +220,8 @@ def test_tasks_of_a_batch_that_moved_on_do_nothing(desk: Desk) -> None:
     run_task(desk.work, export)
     before = desk.batch(batch_id)
     for kind in TaskKind:
+        if kind is TaskKind.DELETE:  # that one is for batches that have ended
+            continue
         task_id = desk.start(kind, batch_id)
         run_task(desk.work, task_id)
         assert desk.task(task_id).state == TaskState.DONE

@@ -243,7 +243,8 @@ def test_bad_input_is_refused_in_one_sentence(plan: Plan, folder: Path, name: st
     [
         (("--instances", "0"), "--instances is 0; it must be from 1 to 1,000."),
         (("--instances", "-1"), "--instances is -1; it must be"),
-        (("--instances", "nan"), "--instances is nan; it must be"),
+        (("--instances", "nan"), "--instances is nan; a whole number was expected."),
+        (("--kv-tokens", "inf"), "--kv-tokens is inf; a whole number was expected."),
         (("--instances", "1.5"), "--instances is 1.5; a whole number was expected."),
         (("--instances", "two"), "--instances is two; a whole number was expected."),
         (("--kv-tokens", "1e400000000"), "--kv-tokens is 1e400000000; it must be"),

@@ -133,7 +133,7 @@ def groups_of(sizes: list[int], rungs: int = 20) -> Backlog:
 
 
 def test_large_groups_go_whole_where_that_ends_as_soon() -> None:
-    waiting = groups_of([14, 10, 9, 16, 12, 11])  # in key order a cut in halves falls into the fourth
+    waiting = groups_of([30, 40, 30, 20])  # in key order a cut in halves falls into the second
     views = [instance(queue=f"instance.{number}") for number in range(2)]
     cohorts = plan(waiting, views)
     check_plan(waiting, cohorts)
@@ -151,12 +151,12 @@ def test_a_large_group_is_parted_where_whole_ones_would_end_later() -> None:
 
 
 def test_a_whole_group_stays_where_it_was_begun() -> None:
-    waiting = groups_of([14, 10, 9, 16, 12, 11])
-    held = waiting.keys[0]  # of the first group, by the second instance
-    views = [instance(queue="instance.0"), instance(queue="instance.1", held_key=held)]
+    waiting = groups_of([30, 40, 30, 20])
+    held = waiting.keys[0]  # of the first group: by length alone it would go to the other instance
+    views = [instance(queue="instance.0", held_key=held), instance(queue="instance.1")]
     cohorts = plan(waiting, views)
-    first = {job_id for cohort in cohorts if cohort.instance == 1 for job_id in cohort.job_ids.tolist()}
-    assert set(range(100, 114)) <= first
+    first = {job_id for cohort in cohorts if cohort.instance == 0 for job_id in cohort.job_ids.tolist()}
+    assert set(range(100, 130)) <= first
     served = sum(int(cohort.predicted_cached_tokens.sum()) for cohort in cohorts)
     assert served > prefix.bound_tokens(waiting.keys, waiting.prompt_tokens, 32)
 

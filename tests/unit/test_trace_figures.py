@@ -11,7 +11,7 @@ import pytest
 from traces import trace_folder
 
 from bench.prompt_sets import MADE_UP, MODEL_FOLDER, read_bbh
-from bench.traces import ONLINE, Bench, Cell, PromptSet, read_conversation
+from bench.traces import ONLINE, Bench, Cell, PromptSet, main, read_conversation
 from workers.models import is_prepared
 
 KV = (100_000, 1_000_000)
@@ -104,3 +104,39 @@ def test_cells_that_were_run_are_not_run_again(tmp_path: Path) -> None:
     first = Bench({"questions": load}, kept).figures(wanted)
     assert Bench({"questions": load}, kept).figures(wanted) == first
     assert loads == [1]
+
+
+def test_jobs_that_the_cache_cannot_hold_are_left_out_and_counted() -> None:
+    make, block_size = MADE_UP["questions"]
+    jobs = make(3, 200)
+    bench = Bench({"questions": lambda: PromptSet(jobs=jobs, block_size=block_size)}, resume=None)
+    longest = int((jobs.prompt_tokens + jobs.output_tokens).max())
+    kv_tokens = -(-(longest - 2) // block_size) * block_size - block_size  # a block less than the longest needs
+    figures = bench.figures(cell("questions", kv_tokens, instances=2))
+    n = int((jobs.prompt_tokens + jobs.output_tokens - 1 > kv_tokens).sum())
+    assert (figures.too_long, figures.jobs) == (n, 200 - n)
+    assert n > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trace", "/nope"], "/nope cannot be read: No such file or directory."),
+        (["--bbh", "/nope"], "/nope holds no bbh/*.json."),
+        (["--scenarios", "known,foo"], "foo is not one of known, unknown, window, late, late_mixed."),
+        (["--instances", "0"], "0 is not a list of whole numbers from 1 on, as in 4,8,16."),
+        (["--kv", "nan"], "nan is not a list of whole numbers from 512 on, as in 4,8,16."),
+        (["--made-up", "1", "--kv", "512"], "fits a cache of 512 tokens."),
+        ([], "give a --trace, a --bbh folder, or seeds for --made-up sets."),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.traces", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    error = capsys.readouterr().err
+    assert left.value.code == 2
+    assert error.rstrip().endswith(said)
+    assert error.count("\n") == 1

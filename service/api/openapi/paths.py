@@ -159,7 +159,7 @@ _BATCHES: dict[str, dict[str, Operation]] = {
             tag="Batches",
             parameters=[_BATCH_ID, IDEMPOTENCY_KEY],
             ok={200: answer("The new batch.", ref("Batch"))},
-            errors=[404, 409, 429],
+            errors=[404, 409, 413, 429],
         ),
     },
     "/v1/batches/{batch_id}/results": {
@@ -180,8 +180,8 @@ _BATCHES: dict[str, dict[str, Operation]] = {
             parameters=[
                 _BATCH_ID,
                 query("status", STRING, "Only lines of this status."),
-                query("limit", {**INTEGER, "minimum": 0}, "How many at most."),
-                after("`last_id` of the page before."),
+                limit(0, 1_000, 20),
+                after("`last_id` of the page before, or the number of a line."),
             ],
             ok={200: answer("A page of lines.", ref("RequestPage"))},
             errors=[404],
