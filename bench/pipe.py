@@ -2,8 +2,8 @@
 
 `python -m bench.pipe --overhead [--calls 300] [--bulk 100000] [--rate 50] [--json]`: what the transparent endpoint
 adds to a call of the engine, with nothing else to do and while that many bulk jobs wait and engines finish that many a
-second. Direct calls, calls through the endpoint and jobs (POST /v1/jobs?wait) take turns, on kept-alive connections; the
-overhead of one is its time less the median of the direct ones in the same run.
+second. Direct calls, calls through the endpoint and jobs (POST /v1/jobs?wait) take turns, on kept-alive connections;
+the overhead of one is its time less the median of the direct ones in the same run.
 """
 
 from __future__ import annotations

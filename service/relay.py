@@ -219,6 +219,7 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name=f"relay {address}", daemon=True)
         self._stopping = threading.Event()
         self._listening = threading.Event()
+        self._is_away = False  # and the log says so
 
     @property
     def is_listening(self) -> bool:
@@ -242,7 +243,9 @@ class Listener:
                     self._listen(connection)
             except _AWAY as error:
                 self._listening.clear()
-                log.warning("the relay hears nothing for now: %s", first_line(error))
+                if not self._is_away:  # once, however long the broker is away
+                    log.warning("the relay hears nothing for now: %s", first_line(error))
+                self._is_away = True
             except Exception:  # the thread's loop: it must go on
                 self._listening.clear()
                 log.exception("the relay hears nothing for now")
@@ -259,6 +262,7 @@ class Listener:
         ):
             self._drain(connection, 0.01)  # Redis subscribes with the first look
             self._listening.set()
+            self._is_away = False
             while not self._stopping.is_set():
                 self._drain(connection, _LOOK_SECONDS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psycopg
 import sqlalchemy as sa
@@ -84,25 +84,23 @@ class SinglesLane:
         if not waiting:
             return []
         slots = _slots(conn, boots)
-        sequence = backlog.next_sequence(conn)
         urgent: list[tuple[int, NewCohort]] = []
         patient: list[NewCohort] = []
-        for place, single in enumerate(waiting):
+        for single in waiting:
             is_urgent = single.priority >= Priority.INTERACTIVE
             slot, cached_tokens = self._choose(single.job, _candidates(slots, single, is_urgent))
             if slot is None:
                 continue
-            cohort = single_cohort(
-                slot.boot, single.model, single.job, single.priority, sequence + place, cached_tokens
-            )
+            cohort = single_cohort(slot.boot, single.model, single.job, single.priority, 0, cached_tokens)
             slot.load_seconds += cohort.estimated_seconds
             if is_urgent:
                 slot.free -= 1
                 urgent.append((slot.boot.id, cohort))
             else:
                 patient.append(cohort)
-        backlog.insert_cohorts(conn, patient)
         if patient:
+            first = backlog.next_sequence(conn)
+            backlog.insert_cohorts(conn, [replace(item, sequence=first + n) for n, item in enumerate(patient)])
             lane.wake_dispatcher(conn)
         return lane.insert_dispatched(conn, urgent)
 
@@ -133,14 +131,12 @@ class SinglesLane:
 
 
 def _slots(conn: sa.Connection, boots: Sequence[Boot]) -> list[_Slot]:
-    ready = lane.lock_ready_boots(conn, [boot.id for boot in boots])
     ahead = lane.work_ahead(conn)
     slots = []
     for boot in boots:
         what = ahead.get(boot.queue, lane.Ahead())
         free = 0 if what.has_suspect else INTERACTIVE_SLOTS - what.interactive_cohorts
-        if boot.id in ready:
-            slots.append(_Slot(boot=boot, load_seconds=what.seconds, free=free))
+        slots.append(_Slot(boot=boot, load_seconds=what.seconds, free=free))
     return slots
 
 

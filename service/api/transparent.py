@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api.answers import json_answer
-from service.api.auth import Caller
+from service.api.auth import authenticated
 from service.api.cancelling import cancel
 from service.api.context import Context, context_of
 from service.api.creates import Repeats, repeats_of
@@ -34,6 +34,7 @@ router = APIRouter(prefix="/v1")
 _STATUSES = {"job_cancelled": 409, "job_expired": 504, "request_timeout": 504, "engine_crash": 500, "worker_lost": 502}
 _CLIENT_GONE = 499  # nobody reads it; the log does
 _RETRY_SECONDS = "1"
+_SMALL_BYTES = 65_536  # as much as the server reads ahead anyway; what is larger is read of known callers only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +49,33 @@ class _Call:
 
 
 @router.post("/chat/completions")
-async def create_chat_completion(request: Request, tenant: Caller) -> Response:
-    return await _answer(request, tenant, Endpoint.CHAT)
+async def create_chat_completion(request: Request) -> Response:
+    return await _answer(request, Endpoint.CHAT)
 
 
 @router.post("/completions")
-async def create_completion(request: Request, tenant: Caller) -> Response:
-    return await _answer(request, tenant, Endpoint.COMPLETIONS)
+async def create_completion(request: Request) -> Response:
+    return await _answer(request, Endpoint.COMPLETIONS)
 
 
 @router.post("/embeddings")
-async def create_embedding(request: Request, tenant: Caller) -> Response:
-    return await _answer(request, tenant, Endpoint.EMBEDDINGS)
+async def create_embedding(request: Request) -> Response:
+    return await _answer(request, Endpoint.EMBEDDINGS)
 
 
-async def _answer(request: Request, tenant: Tenant, endpoint: Endpoint) -> Response:
+async def _answer(request: Request, endpoint: Endpoint) -> Response:
     context = context_of(request)
+    # Not a dependency of the route: a small body is read first, and its job made in the same turn of a thread.
+    tenant = None if _is_small(request) else await run_in_threadpool(authenticated, request)
     raw = await read_body(request, context.settings.max_line_bytes)
     if endpoint is not Endpoint.EMBEDDINGS and b'"stream"' in raw:
+        caller = tenant = tenant or await run_in_threadpool(authenticated, request)
         said = await run_in_threadpool(parse_object, raw)
         if said.get("stream") is True:
-            return await stream_answer(request, tenant, endpoint, said, answer_of)
-    call = _Call(context=context, tenant=tenant, endpoint=endpoint, raw=raw, repeats=repeats_of(request))
+            return await stream_answer(request, caller, endpoint, said, answer_of)
     gone = asyncio.create_task(_gone(request))
     try:
-        created = await run_in_threadpool(_create, call)
+        call, created = await run_in_threadpool(_admit, request, tenant, endpoint, raw)
         job = await _wait(call, created, gone)
         if job is not None and job.status is JobStatus.CANCELLED and created.is_repeat:
             # The call that this one repeats was given up meanwhile, at another process perhaps, and its job with it.
@@ -80,6 +83,22 @@ async def _answer(request: Request, tenant: Tenant, endpoint: Endpoint) -> Respo
     finally:
         gone.cancel()
     return Response(status_code=_CLIENT_GONE) if job is None else answer_of(job)
+
+
+def _is_small(request: Request) -> bool:
+    length = request.headers.get("content-length", "")
+    return length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= _SMALL_BYTES
+
+
+def _admit(request: Request, tenant: Tenant | None, endpoint: Endpoint, raw: bytes) -> tuple[_Call, Created]:
+    call = _Call(
+        context=context_of(request),
+        tenant=tenant or authenticated(request),
+        endpoint=endpoint,
+        raw=raw,
+        repeats=repeats_of(request),
+    )
+    return call, _create(call)
 
 
 def _create(call: _Call) -> Created:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import func
@@ -71,7 +72,7 @@ def claim(
     ).one_or_none()
     if row is None:
         return None
-    held = Claim(
+    return Claim(
         cohort_id=cohort_id,
         attempt=row.attempt,
         boot_id=boot_id,
@@ -81,36 +82,36 @@ def claim(
         model=row.model,
         moved=row.moved or row.attempt > 1,
     )
-    _event(conn, held, "claimed", None)
-    return held
 
 
-_CLAIM = Frozen(
-    sa.update(cohort)
-    .where(
-        cohort.c.id == sa.bindparam("cohort_id"),
-        cohort.c.state == CohortState.DISPATCHED,
-        cohort.c.dispatch_no == sa.bindparam("dispatch_number"),
-        cohort.c.instance_boot_id == sa.bindparam("boot_id"),
-        cohort.c.queue == sa.bindparam("on_queue"),
-        sa.exists().where(instance_boot.c.id == cohort.c.instance_boot_id, instance_boot.c.state == "ready"),
+def _claiming() -> sa.Select[Any]:
+    """The claim and its event."""
+    held = (
+        sa.update(cohort)
+        .where(
+            cohort.c.id == sa.bindparam("cohort_id"),
+            cohort.c.state == CohortState.DISPATCHED,
+            cohort.c.dispatch_no == sa.bindparam("dispatch_number"),
+            cohort.c.instance_boot_id == sa.bindparam("boot_id"),
+            cohort.c.queue == sa.bindparam("on_queue"),
+            sa.exists().where(instance_boot.c.id == cohort.c.instance_boot_id, instance_boot.c.state == "ready"),
+        )
+        .values(
+            state=CohortState.RUNNING,
+            attempt=cohort.c.attempt + 1,
+            started_at=func.now(),
+            lease_expires_at=func.now() + sa.bindparam("lease", type_=sa.Interval),
+        )
+        .returning(cohort, RELAXED)
+        .cte("held")
     )
-    .values(
-        state=CohortState.RUNNING,
-        attempt=cohort.c.attempt + 1,
-        started_at=func.now(),
-        lease_expires_at=func.now() + sa.bindparam("lease", type_=sa.Interval),
-    )
-    .returning(
-        cohort.c.attempt,
-        cohort.c.priority,
-        cohort.c.sequence,
-        cohort.c.alone,
-        cohort.c.model,
-        cohort.c.moved,
-        RELAXED,
-    )
-)
+    event = sa.select(held.c.id, held.c.attempt, sa.literal("claimed"), held.c.instance_boot_id)
+    said = sa.insert(cohort_event).from_select(("cohort_id", "attempt", "kind", "instance_boot_id"), event).cte("said")
+    columns = (held.c.attempt, held.c.priority, held.c.sequence, held.c.alone, held.c.model, held.c.moved)
+    return sa.select(*columns, held.c.relaxed).add_cte(said)
+
+
+_CLAIM = Frozen(_claiming())
 
 
 def load_jobs(conn: sa.Connection, claim: Claim) -> list[ClaimedJob]:

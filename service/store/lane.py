@@ -50,37 +50,26 @@ def work_ahead(conn: sa.Connection) -> dict[str, Ahead]:
     }
 
 
-_READY_BOOTS = Frozen(
-    sa.select(instance_boot.c.id)
-    .where(
-        instance_boot.c.id == func.any(sa.bindparam("ids", type_=ARRAY(sa.BigInteger))),
-        instance_boot.c.state == BootState.READY,
-    )
-    .order_by(instance_boot.c.id)
-    .with_for_update(read=True)
-)
-
-
-def lock_ready_boots(conn: sa.Connection, boot_ids: Sequence[int]) -> set[int]:
-    """Those of these boots that are ready, and stay so until this transaction ends."""
-    return set(_READY_BOOTS.run(conn, ids=list(boot_ids)).scalars())
+def _made() -> sa.CTE:
+    """The cohort's row, where its boot is ready, and stays so until this transaction ends."""
+    names = ("model", "queue", "priority", "alone", "n_jobs", "body_bytes", "estimated_seconds")
+    boot = instance_boot.c.id == sa.bindparam("boot_id")
+    values = {
+        **{name: sa.bindparam(name, type_=cohort.c[name].type) for name in names},
+        "sequence": sa.select(func.coalesce(func.max(cohort.c.sequence), 0) + 1).scalar_subquery(),
+        "state": sa.literal(CohortState.DISPATCHED.value),
+        "dispatch_no": sa.literal(1),
+        "dispatched_at": func.now(),
+        "instance_boot_id": instance_boot.c.id,
+    }
+    row = sa.select(*values.values()).where(boot, instance_boot.c.state == BootState.READY)
+    insert = sa.insert(cohort).from_select(list(values), row.with_for_update(read=True, of=instance_boot))
+    return insert.returning(cohort.c.id, cohort.c.instance_boot_id).cte("made")
 
 
 def _insertion() -> sa.Select[Any]:
     """A cohort of one job, out at once: its row, its job bound to it, and what happened; how many jobs were bound."""
-    columns = ("model", "queue", "sequence", "priority", "alone", "n_jobs", "body_bytes", "estimated_seconds")
-    made = (
-        sa.insert(cohort)
-        .values(
-            **{name: sa.bindparam(name) for name in columns},
-            instance_boot_id=sa.bindparam("boot_id"),
-            state=CohortState.DISPATCHED,
-            dispatch_no=1,
-            dispatched_at=func.now(),
-        )
-        .returning(cohort.c.id)
-        .cte("made")
-    )
+    made = _made()
     bound = (
         sa.update(job)
         .where(job.c.id == sa.bindparam("job_id"), job.c.cohort_id.is_(None))
@@ -95,16 +84,10 @@ def _insertion() -> sa.Select[Any]:
         .cte("bound")
     )
     kinds = func.unnest(sa.cast(["planned", "dispatched"], ARRAY(sa.Text))).table_valued("kind").render_derived()
-    said = (
-        sa.insert(cohort_event)
-        .from_select(
-            ["cohort_id", "attempt", "kind", "instance_boot_id"],
-            sa.select(made.c.id, sa.literal(0), kinds.c.kind, sa.bindparam("boot", type_=sa.BigInteger)).select_from(
-                sa.join(made, kinds, sa.true())
-            ),
-        )
-        .cte("said")
-    )
+    event = sa.select(made.c.id, sa.literal(0), kinds.c.kind, made.c.instance_boot_id)
+    event = event.select_from(sa.join(made, kinds, sa.true()))
+    columns = ("cohort_id", "attempt", "kind", "instance_boot_id")
+    said = sa.insert(cohort_event).from_select(columns, event).cte("said")
     how_many = sa.select(func.count()).select_from(bound).scalar_subquery()
     return sa.select(made.c.id, how_many.label("bound")).add_cte(said)
 
@@ -113,19 +96,21 @@ _INSERT = Frozen(_insertion())
 
 
 def insert_dispatched(conn: sa.Connection, planned: Sequence[tuple[int, NewCohort]]) -> list[Message]:
-    """Cohorts of one job each with the ids of the boots that they are for, written as dispatched. The caller commits,
-    then publishes. A job that was bound or ended meanwhile stays out."""
+    """Cohorts of one job each with the ids of the boots that they are for, written as dispatched, behind all that is
+    planned. The caller commits, then publishes. A job that was bound or ended meanwhile stays out, and so does one
+    whose boot is no longer ready."""
     messages = []
     for boot_id, item in planned:
         row = _INSERT.run(
             conn,
             **cohort_row(item),
             boot_id=boot_id,
-            boot=boot_id,
             job_id=item.job_ids[0],
             cached_tokens=item.predicted_cached_tokens[0],
             is_first=item.first_of_group[0],
-        ).one()
+        ).one_or_none()
+        if row is None:
+            continue
         if row.bound:
             messages.append(Message(queue=item.queue, cohort_id=row.id, dispatch_no=1))
         else:

@@ -48,10 +48,13 @@ def record(conn: sa.Connection, claim: Claim, finished: Sequence[FinishedJob]) -
     Raises FenceLost, and nothing is written, when this attempt no longer holds the cohort. A job that already has
     its result, or that left the cohort, is passed over: a late answer loses to the primary key.
     """
-    _lock_fence(conn, claim)
     if not finished:
+        _lock_fence(conn, claim)
         return 0
-    bound = {row.id: row for row in _BOUND.run(conn, ids=[item.job_id for item in finished], cohort=claim.cohort_id)}
+    bound = {row.id: row for row in _BOUND.run(conn, ids=[item.job_id for item in finished], **_fence_of(claim))}
+    if not bound:
+        _lock_fence(conn, claim)  # it was not found out yet
+        return 0
     # In id order, as `end_jobs` inserts them: two writers of the same rows wait for each other instead of deadlocking.
     ordered = sorted((item for item in finished if item.job_id in bound), key=lambda item: item.job_id)
     rows = [_row(claim, item, bound[item.job_id].batch_id) for item in ordered]
@@ -159,28 +162,29 @@ _RESULT_COLUMNS = (
     *("error_message", "response", *_TOKEN_COLUMNS, "miss_cause", "queue_ms", "run_ms"),
 )
 _INSERT_ONE = Frozen(_INSERT_ROWS.values({name: sa.bindparam(name) for name in _RESULT_COLUMNS}))
+_HELD = (
+    cohort.c.id == sa.bindparam("cohort_id"),
+    cohort.c.attempt == sa.bindparam("attempt"),
+    cohort.c.instance_boot_id == sa.bindparam("boot_id"),
+    cohort.c.state == CohortState.RUNNING,
+)
+# The jobs and the fence at once: no row where it is lost.
 _BOUND = Frozen(
-    _ENDING_JOB.where(
-        job.c.id == func.any(sa.bindparam("ids", type_=ARRAY(sa.BigInteger))),
-        job.c.cohort_id == sa.bindparam("cohort"),
-    )
+    _ENDING_JOB.join(cohort, cohort.c.id == job.c.cohort_id)
+    .where(*_HELD, job.c.id == func.any(sa.bindparam("ids", type_=ARRAY(sa.BigInteger))))
+    .with_for_update(read=True, of=cohort)
 )
-_FENCE = Frozen(
-    sa.select(cohort.c.id)
-    .where(
-        cohort.c.id == sa.bindparam("cohort_id"),
-        cohort.c.attempt == sa.bindparam("attempt"),
-        cohort.c.instance_boot_id == sa.bindparam("boot_id"),
-        cohort.c.state == CohortState.RUNNING,
-    )
-    .with_for_update(read=True)
-)
+_FENCE = Frozen(sa.select(cohort.c.id).where(*_HELD).with_for_update(read=True))
 
 
 def _lock_fence(conn: sa.Connection, claim: Claim) -> None:
-    held = _FENCE.run(conn, cohort_id=claim.cohort_id, attempt=claim.attempt, boot_id=claim.boot_id).one_or_none()
+    held = _FENCE.run(conn, **_fence_of(claim)).one_or_none()
     if held is None:
         raise FenceLost(f"cohort={claim.cohort_id} attempt={claim.attempt}")
+
+
+def _fence_of(claim: Claim) -> dict[str, int]:
+    return {"cohort_id": claim.cohort_id, "attempt": claim.attempt, "boot_id": claim.boot_id}
 
 
 def _row(claim: Claim, item: FinishedJob, batch_id: str | None) -> dict[str, object]:

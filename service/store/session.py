@@ -63,27 +63,8 @@ class Database:
             },
         )
 
-        @event.listens_for(self.engine, "checkin")
-        def _note_time(connection: Any, record: ConnectionPoolEntry) -> None:
-            record.info["idle_since"] = time.monotonic()
-
-        @event.listens_for(self.engine, "checkout")
-        def _ping_if_idle(connection: Any, record: ConnectionPoolEntry, proxy: Any) -> None:
-            # As SQLAlchemy's pool_pre_ping does, for connections that were idle long enough to have died unseen. Asking
-            # each time costs 0.3 ms, of which a single job would pay six.
-            if time.monotonic() - record.info.get("idle_since", time.monotonic()) < _PING_AFTER_SECONDS:
-                return
-            try:
-                self.engine.dialect.do_ping(connection)
-            except psycopg.Error as error:
-                raise sa.exc.InvalidatePoolError("a connection died while it was idle") from error
-
-        @event.listens_for(self.engine, "handle_error")
-        def _hide_parameters(context: sa.engine.ExceptionContext) -> None:
-            # Statement parameters hold prompts and outputs: they never reach a log or a traceback.
-            if isinstance(context.sqlalchemy_exception, sa.exc.StatementError):
-                context.sqlalchemy_exception.hide_parameters = True
-                context.sqlalchemy_exception.params = None
+        _ping_idle(self.engine)
+        _hide_parameters(self.engine)
 
     @contextmanager
     def transaction(self) -> Iterator[sa.Connection]:
@@ -127,3 +108,30 @@ def first_line(error: BaseException) -> str:
     source = getattr(error, "orig", None) or error
     lines = str(source).strip().splitlines()
     return f"({lines[0].strip()})" if lines else ""
+
+
+def _ping_idle(engine: sa.Engine) -> None:
+    """As SQLAlchemy's pool_pre_ping does, for connections that were idle long enough to have died unseen. Asking each
+    time costs 0.3 ms, of which a single job would pay six."""
+
+    @event.listens_for(engine, "checkin")
+    def note_time(connection: Any, record: ConnectionPoolEntry) -> None:
+        record.info["idle_since"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def ping(connection: Any, record: ConnectionPoolEntry, proxy: Any) -> None:
+        if time.monotonic() - record.info.get("idle_since", time.monotonic()) < _PING_AFTER_SECONDS:
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except psycopg.Error as error:
+            raise sa.exc.InvalidatePoolError("a connection died while it was idle") from error
+
+
+def _hide_parameters(engine: sa.Engine) -> None:
+    @event.listens_for(engine, "handle_error")
+    def hide(context: sa.engine.ExceptionContext) -> None:
+        # Statement parameters hold prompts and outputs: they never reach a log or a traceback.
+        if isinstance(context.sqlalchemy_exception, sa.exc.StatementError):
+            context.sqlalchemy_exception.hide_parameters = True
+            context.sqlalchemy_exception.params = None

@@ -37,6 +37,7 @@ from workers.owner import InstanceOwner
 
 Reply = Callable[[dict[str, Any]], tuple[int, bytes] | None]
 CHAT = "/v1/chat/completions"
+PROMPT_TOKENS, CACHED_TOKENS, ANSWER_TOKENS = 40, 32, 2  # of every good answer; its blocks are of 32
 
 
 class ReplyingHandler(Handler):
@@ -72,12 +73,16 @@ class PlantServer(FakeServer):
         self.arrived = threading.Semaphore(0)
 
 
-def good_answer(body: dict[str, Any], **usage: Any) -> bytes:
+def good_answer(body: dict[str, Any]) -> bytes:
     """A chat completion that says what was asked."""
     asked = body["messages"][-1]["content"] if body.get("messages") else ""
-    counted = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}, **usage}
+    usage = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": ANSWER_TOKENS,
+        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+    }
     message = {"role": "assistant", "content": asked}
-    answer = {"object": "chat.completion", "choices": [{"index": 0, "message": message}], "usage": counted}
+    answer = {"object": "chat.completion", "choices": [{"index": 0, "message": message}], "usage": usage}
     return json.dumps(answer).encode()
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -228,7 +228,7 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def cli(api: Api) -> Iterator[Cli]:
+def cli(api: Api) -> Cli:
     names = {"DATABASE_URL": api.settings.database_url, "BROKER_URL": api.settings.broker_url, "COLUMNS": "160"}
     environment = {**os.environ, **{name: value or "" for name, value in names.items()}}
     environment |= {"TRUNKLINE_STATE": str(api.settings.state_folder), "SECRET_KEY": "test-secret"}
@@ -237,7 +237,7 @@ def cli(api: Api) -> Iterator[Cli]:
         argv = [sys.executable, "-m", "trunkline", "tenants", *arguments]
         return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
-    yield run
+    return run
 
 
 def test_the_command_lists_and_sets(api: Api, desk: Desk, cli: Cli) -> None:

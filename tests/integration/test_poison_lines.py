@@ -9,7 +9,16 @@ from typing import Any
 
 from control_fixtures import jsonl, request
 from openai.types import Batch
-from plant import Plant, check_accounting, good_answer, plant, standing  # noqa: F401 - two are fixtures
+from plant import (  # noqa: F401 - two are fixtures
+    ANSWER_TOKENS,
+    CACHED_TOKENS,
+    PROMPT_TOKENS,
+    Plant,
+    check_accounting,
+    good_answer,
+    plant,
+    standing,
+)
 
 GOOD = 12
 TOO_LONG = "This model's maximum context length is 2048 tokens. However, you requested 9000 tokens."
@@ -139,14 +148,17 @@ def test_sums_are_over_what_is_known(plant: Plant) -> None:
     known = [tokens for _, tokens, _ in USAGES.values()]
     prompt, cached, completion = (sum(column) for column in zip(*known, strict=True))
     assert batch.usage is not None
-    assert batch.usage.input_tokens == 10 * GOOD + prompt
-    assert batch.usage.input_tokens_details.cached_tokens == 4 * GOOD + cached
-    assert batch.usage.output_tokens == 2 * GOOD + completion
+    assert batch.usage.input_tokens == PROMPT_TOKENS * GOOD + prompt
+    assert batch.usage.input_tokens_details.cached_tokens == CACHED_TOKENS * GOOD + cached
+    assert batch.usage.output_tokens == ANSWER_TOKENS * GOOD + completion
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     cache = (batch.model_extra or {})["queue"]["cache"]
     assert cache["lines_unknown"] == sum(not is_known for _, _, is_known in USAGES.values())
     measured = sum(tokens[0] for _, tokens, is_known in USAGES.values() if is_known)
-    assert (cache["prompt_tokens"], cache["cached_tokens"]) == (10 * GOOD + measured, 4 * GOOD + cached)
+    assert (cache["prompt_tokens"], cache["cached_tokens"]) == (
+        PROMPT_TOKENS * GOOD + measured,
+        CACHED_TOKENS * GOOD + cached,
+    )
 
 
 def test_answers_that_are_none_are_asked_again_and_then_said(plant: Plant) -> None:

@@ -14,6 +14,7 @@ from worker_processes import wait_until
 
 from service.api.hub import RelayedStream, RelayHub
 from service.core.usage import UNKNOWN
+from service.ports import free_port
 from service.relay import WINDOW_CHUNKS, Chunk, Ending, Listener, Sender, Signal, new_address, signal_address
 from workers.engines.base import EngineReply, EventSink
 from workers.streams import Streams
@@ -216,3 +217,19 @@ async def test_a_listener_leaves_nothing_behind(broker_url: str) -> None:
             sender.send(address, chunk(number, "x"))
         sender.send(signal_address("none"), Signal(cancelled=(1,)))
     assert [key for key in client.keys("*") if address.encode() in key or b"signal.none" in key] == []
+
+
+def test_a_broker_that_is_away_is_said_once_and_does_not_keep_anybody_from_ending(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nowhere = f"redis://127.0.0.1:{free_port()}/0"
+    listener = Listener(nowhere, new_address(), lambda said: None)
+    sender = Sender(nowhere)
+    sender.send("relay.none", chunk(0, "x"))
+    listener.start()
+    sender.start()
+    assert not listener.wait_listening(1.2)  # two tries and more
+    sender.stop()
+    listener.stop()
+    said = [record.message.partition(":")[0] for record in caplog.records if record.name == "service.relay"]
+    assert sorted(said) == ["a relayed message is dropped", "the relay hears nothing for now"]

@@ -33,3 +33,9 @@ def test_a_child_reads_the_same_settings() -> None:
     names = {name for name, *_ in describe_settings()}
     environ = {name: value for name, value in child_environment(ours).items() if name in names}
     assert read_settings(environ) == ours
+
+
+def test_a_relay_must_outwait_two_lost_acknowledgements() -> None:
+    with pytest.raises(SettingError, match="TRUNKLINE_RELAY_SILENCE_SECONDS must be at least 3"):
+        read_settings({"TRUNKLINE_RELAY_SILENCE_SECONDS": "2.9"})
+    assert read_settings({"TRUNKLINE_RELAY_SILENCE_SECONDS": "3"}).relay_silence_seconds == 3.0
