@@ -69,10 +69,11 @@ async def _answer(request: Request, endpoint: Endpoint) -> Response:
     tenant = None if _is_small(request) else await run_in_threadpool(authenticated, request)
     raw = await read_body(request, context.settings.max_line_bytes)
     if endpoint is not Endpoint.EMBEDDINGS and b'"stream"' in raw:
-        caller = tenant = tenant or await run_in_threadpool(authenticated, request)
+        if tenant is None:
+            tenant = await run_in_threadpool(authenticated, request)
         said = await run_in_threadpool(parse_object, raw)
         if said.get("stream") is True:
-            return await stream_answer(request, caller, endpoint, said, answer_of)
+            return await stream_answer(request, tenant, endpoint, said, answer_of)
     gone = asyncio.create_task(_gone(request))
     try:
         call, created = await run_in_threadpool(_admit, request, tenant, endpoint, raw)

@@ -251,3 +251,16 @@ def test_what_an_instance_ran_not_long_ago_is_still_found() -> None:
         cohorts = drained(plan, 1)
     assert cohorts[0].predicted_cached_tokens[0] == 4 * 32
     assert not cohorts[0].first_of_group[0]
+
+
+@pytest.mark.parametrize(("n_more", "is_first"), [(30, False), (200, True)])
+def test_long_answers_are_put_first_when_most_of_what_waits_is_new(n_more: int, is_first: bool) -> None:
+    plan = StandingPlan()
+    plan.set_instances(fleet(2), 0.0)
+    plan.add(arrivals(backlog([([1, number], 5, 40, 100) for number in range(100)])), 0.0)
+    assert plan.next_cohort(0, 0.0) is not None
+    more = [([2, number], 5, 40, 100) for number in range(n_more)]
+    plan.add(arrivals(backlog([*more, ([3], 5, 4_000, 100)], first_id=900)), 100.0)  # a new plan either way
+    cohorts = [plan.next_cohort(number, 100.0) for number in (0, 1)]
+    taken = {job_id for cohort in cohorts if cohort for job_id in cohort.job_ids.tolist()}
+    assert (900 + n_more in taken) == is_first
