@@ -31,7 +31,7 @@ from service.core.recent import Recent
 from service.core.runs import Piece, Runs, most_shared, place_in
 
 _REPLAN_SHARE = 0.2  # of what waits: more than that came since the plan was made
-_NEW_SHARE = 0.5  # of what waits: more than that came since long answers were put first, and it is done again
+_NEW_SHARE = 0.5  # of a plan: more than that is new since long answers were put first, and it is done again
 _TIGHT_SHARE = 0.05  # of what was planned is done, where deadlines are tight
 _PAUSE_SECONDS_PER_JOB = 2e-5  # between two plans: three times what planning takes, so most of the time is for feeding
 _GUIDED_SHARE = 0.5  # of an even share of what is left: the most that one cohort takes
@@ -61,7 +61,7 @@ class FlowPlan:
         self._recent = Recent(len(fleet.views))  # taken by each
         self._planned = 0  # jobs in runs
         self._came = 0  # jobs since the plan was made, in runs or not
-        self._new = 0  # jobs since long answers were put first
+        self._new = 0  # jobs planned for the first time since long answers were put first
         self._planned_then = 0
         self._planned_at = -np.inf
         self._is_stale = False  # the fleet is another
@@ -83,7 +83,6 @@ class FlowPlan:
         before = self._planned
         slots = self._pending.extend(arrivals)
         self._came += len(slots)
-        self._new += len(slots)
         self._earliest = min(self._earliest, _earliest_after(now_seconds, arrivals.deadlines))
         is_full = self._window_jobs is not None and self._pending.count > self._window_jobs
         if is_full or self._came > _REPLAN_SHARE * before:
@@ -216,6 +215,7 @@ class FlowPlan:
             slots = np.sort(slots[np.argsort(deadlines, kind="stable")[: self._window_jobs]])
         self._runs = Runs(len(self._fleet.views))
         phases = self._phases(slots, now_seconds, servers)
+        self._new += len(slots) - self._planned
         # Not in every plan: each would part other groups for it.
         long_first = len(self._fleet.views) > 1 and self._new > _NEW_SHARE * len(slots)
         self._new = 0 if long_first else self._new
@@ -363,6 +363,7 @@ class FlowPlan:
         cached = cacheable_tokens(best, prompt, view.block_size)
         seconds = self._job_seconds(slot, cached, view)
         self._planned += 1
+        self._new += 1
         if piece is not None and not is_urgent:
             self._runs.insert(piece, place, slot, key, seconds)
             return

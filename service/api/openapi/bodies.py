@@ -31,13 +31,18 @@ UPLOAD: Schema = {
     },
 }
 
+WINDOW: Schema = {
+    "type": "string",
+    "pattern": "^[0-9]{1,7}[mhd]$",
+    "description": "24h, or a number with m, h or d; at most 30d.",
+}
 NEW_BATCH = fields(
     "input_file_id",
     "endpoint",
     "completion_window",
     input_file_id=STRING,
     endpoint=_ENDPOINT,
-    completion_window={"type": "string", "description": "24h, or a number with m, h or d; at most 30d."},
+    completion_window=WINDOW,
     metadata=_METADATA,
     output_expires_after=_EXPIRY,
     queue=fields(
@@ -48,7 +53,7 @@ NEW_BATCH = fields(
     ),
 )
 CHANGES = fields(
-    completion_window=STRING,
+    completion_window=WINDOW,
     queue=fields(priority=_BATCH_PRIORITY, paused=BOOLEAN),
 )
 NEW_JOB = fields(

@@ -249,7 +249,7 @@ def _inference(name: str, summary: str, body: Schema) -> dict[str, Operation]:
     streamed = "text/event-stream"
     said = answer("The engine's answer, unchanged.", ANYTHING)
     if name != "createEmbeddings":
-        said["content"][streamed] = {"schema": STRING}
+        said["content"][streamed] = {"schema": fields("data", data=STRING)}  # of each event
     return {
         "post": operation(
             name,
