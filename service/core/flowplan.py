@@ -31,7 +31,7 @@ from service.core.recent import Recent
 from service.core.runs import Piece, Runs, most_shared, place_in
 
 _REPLAN_SHARE = 0.2  # of what waits: more than that came since the plan was made
-_NEW_SHARE = 0.5  # of a plan: more than that is new since long answers were put first, and it is done again
+_NEW_SHARE = 0.4  # of a plan: more than that (as in every window) is new since long answers were put first: again
 _TIGHT_SHARE = 0.05  # of what was planned is done, where deadlines are tight
 _PAUSE_SECONDS_PER_JOB = 2e-5  # between two plans: three times what planning takes, so most of the time is for feeding
 _GUIDED_SHARE = 0.5  # of an even share of what is left: the most that one cohort takes
