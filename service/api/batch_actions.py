@@ -107,6 +107,5 @@ def _retry(
 ) -> tuple[int | None, Response]:
     """A body is not needed; where there is one it is a JSON object, and part of what a repeat must repeat."""
     body = parse_object(raw) if raw.strip() else {}
-    made_id, task_id = retry_batch(context, tenant, batch_id, body, repeats)
-    with context.database.transaction() as conn:
-        return task_id, json_answer(object_of(conn, find_batch(conn, tenant, made_id)))
+    shown, task_id = retry_batch(context, tenant, batch_id, body, repeats)
+    return task_id, json_answer(shown)

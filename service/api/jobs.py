@@ -24,6 +24,7 @@ from service.api.new_jobs import Submission, create, judge_submit
 from service.api.objects import job_object
 from service.core.ids import JOB_PREFIX, is_id
 from service.store import singles
+from service.store.session import DATABASE_AWAY
 from service.store.singles import Single
 from service.store.tenants import Tenant
 
@@ -43,7 +44,8 @@ async def create_job(request: Request, tenant: Caller) -> Response:
     repeats = repeats_of(request)
     job = await run_in_threadpool(_create, context, tenant, raw, repeats)
     if wait_seconds:
-        job = await _poll(context, job.public_id, wait_seconds, partial(_look, context, tenant, job.public_id))
+        with suppress(*DATABASE_AWAY):  # it is created: a 503 would say that nothing was
+            job = await _poll(context, job.public_id, wait_seconds, partial(_look, context, tenant, job.public_id))
     return json_answer(job_object(job), 202, {"location": f"/v1/jobs/{job.public_id}"})
 
 
@@ -94,9 +96,10 @@ async def _poll(context: Context, job_id: str, wait_seconds: int, look: Callable
 def cancel_job(job_id: str, request: Request, tenant: Caller) -> Response:
     context = context_of(request)
     _look(context, tenant, job_id)
-    if not cancel(context, tenant, job_id):
+    job = cancel(context, tenant, job_id)
+    if job is None:
         raise ApiError(409, "job_not_cancellable", "The job has ended already.", param="job_id")
-    return json_answer(job_object(_look(context, tenant, job_id)))
+    return json_answer(job_object(job))
 
 
 def _find(conn: sa.Connection, tenant: Tenant, job_id: str) -> Single:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
-from service.api.batches import check_quota, find_batch, window_seconds_of
+from service.api.batches import check_quota, find_batch, object_of, window_seconds_of
 from service.api.context import Context
 from service.api.creates import Repeats
 from service.api.errors import ApiError, not_found
@@ -23,7 +25,10 @@ from service.store.clock import new_id
 from service.store.control import create_task
 from service.store.deleting import lock_undeleted
 from service.store.files import Purpose
+from service.store.session import DATABASE_AWAY
 from service.store.tenants import Tenant
+
+log = logging.getLogger(__name__)
 
 _PAGE_BYTES = 8 * 2**20  # of bodies in memory at once
 
@@ -41,15 +46,16 @@ class _Retry:
 
 def retry_batch(
     context: Context, tenant: Tenant, batch_id: str, body: JsonObject, repeats: Repeats
-) -> tuple[str, int | None]:
-    """The id of the new batch, and of its intake task; of a repeat, what the first one made and None.
+) -> tuple[dict[str, Any], int | None]:
+    """The new batch as it is shown, and its intake task; of a repeat, what the first one made and None.
 
-    The file is written without a transaction open: a delete that comes in between is seen at the end. Raises ApiError.
+    The file is written without a transaction open: a delete that comes in between is seen at the end. What is answered
+    is read in the transaction that makes the batch: behind it nothing may fail any more. Raises ApiError.
     """
     with context.database.transaction() as conn:
         known_id = _made_before(conn, tenant, body, repeats)
         if known_id is not None:
-            return known_id, None
+            return object_of(conn, find_batch(conn, tenant, known_id)), None
         batch = find_batch(conn, tenant, batch_id)
         if not batch.status.is_terminal:
             message = f"The batch is {batch.status}; only one that has ended can be retried."
@@ -62,14 +68,23 @@ def retry_batch(
             message = "Every line of the batch was answered or skipped; there is nothing to retry."
             raise ApiError(400, "nothing_to_retry", message, param="batch_id")
         blob = writer.publish()
+    return _keep(retry, blob)
+
+
+def _keep(retry: _Retry, blob: Blob) -> tuple[dict[str, Any], int | None]:
+    """Make the batch over the file; where it is not made, the file goes again."""
     is_kept = False
     try:
-        made_id, task_id = context.database.run(lambda conn: _create(conn, retry, blob))
+        shown, task_id = retry.context.database.run(lambda conn: _create(conn, retry, blob))
         is_kept = task_id is not None
+    except DATABASE_AWAY:
+        is_kept = True  # perhaps: a commit that was not answered may have been made, and the batch needs its file
+        log.warning("the bytes of a retry are left in the file store, its row may be there: %s", blob.path)
+        raise
     finally:
         if not is_kept:
-            context.blobs.delete(blob.path)  # no row names it
-    return made_id, task_id
+            retry.context.blobs.delete(blob.path)  # no row names it
+    return shown, task_id
 
 
 def _made_before(conn: sa.Connection, tenant: Tenant, body: JsonObject, repeats: Repeats) -> str | None:
@@ -81,13 +96,13 @@ def _made_before(conn: sa.Connection, tenant: Tenant, body: JsonObject, repeats:
     return None if made_id == wanted_id else made_id
 
 
-def _create(conn: sa.Connection, retry: _Retry, blob: Blob) -> tuple[str, int | None]:
+def _create(conn: sa.Connection, retry: _Retry, blob: Blob) -> tuple[dict[str, Any], int | None]:
     """File, batch and task in one transaction, behind whoever deletes the old batch or retries under the same key."""
     context, tenant, old = retry.context, retry.tenant, retry.batch
     wanted_id = new_id(conn, BATCH_PREFIX)
     made_id = retry.repeats.claim(conn, tenant.id, retry.body, wanted_id)
     if made_id != wanted_id:
-        return made_id, None
+        return object_of(conn, find_batch(conn, tenant, made_id)), None
     if not lock_undeleted(conn, old.id, to_delete=False):
         raise not_found("batch_id")
     check_quota(conn, context, tenant)
@@ -108,7 +123,8 @@ def _create(conn: sa.Connection, retry: _Retry, blob: Blob) -> tuple[str, int | 
         retry_of=old.id,
     )
     batches.create_batch(conn, tenant.id, new, made_id)
-    return made_id, create_task(conn, TaskKind.INTAKE, made_id)
+    task_id = create_task(conn, TaskKind.INTAKE, made_id)
+    return object_of(conn, find_batch(conn, tenant, made_id)), task_id
 
 
 def _write(retry: _Retry, writer: BlobWriter) -> None:

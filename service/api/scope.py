@@ -22,6 +22,11 @@ _DRAIN_BYTES = 1 << 30
 _DRAIN_SECONDS = 60.0
 
 
+def new_request_id() -> str:
+    """What the answer and the log name one request by."""
+    return f"req_{secrets.token_hex(16)}"
+
+
 class RequestScope:
     """The outermost ASGI layer of ours."""
 
@@ -52,7 +57,7 @@ class _Exchange:
     """One request and its answer, watched."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.request_id = f"req_{secrets.token_hex(16)}"
+        self.request_id = new_request_id()
         self.status: int | None = None
         self._scope, self._receive, self._send = scope, receive, send
         self._read_any = self._read_whole = False

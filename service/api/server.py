@@ -8,9 +8,12 @@ import socket
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from service.api.app import build
 from service.api.context import Context
+from service.api.errors import ApiError, error_answer
+from service.api.scope import new_request_id
 from service.errors import PortTaken, SettingError
 from service.settings import Settings
 
@@ -20,6 +23,24 @@ log = logging.getLogger(__name__)
 # request meets a reset.
 _KEEP_ALIVE_SECONDS = 75
 _GRACE_SECONDS = 10  # for downloads under way when told to stop
+
+
+class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type,misc]
+    """uvicorn's own, but what is no HTTP and so never reaches the application is refused in the envelope too."""
+
+    def send_400_response(self, msg: str) -> None:
+        answer = error_answer(ApiError(400, "invalid_http", msg))
+        request_id = new_request_id()
+        log.info("request_id=%s %s", request_id, msg)
+        headers = [
+            *self.server_state.default_headers,
+            *answer.raw_headers,
+            (b"x-request-id", request_id.encode()),
+            (b"connection", b"close"),
+        ]
+        lines = [b"HTTP/1.1 400 Bad Request", *(b": ".join(header) for header in headers), b"", bytes(answer.body)]
+        self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
 
 
 class ApiServer(uvicorn.Server):
@@ -45,6 +66,7 @@ def make_server(app: FastAPI) -> ApiServer:
     return ApiServer(
         uvicorn.Config(
             app,
+            http=_Protocol,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -189,26 +189,29 @@ def test_a_wrong_key_is_told_once(steady: Api, sdk: Sdk, kind: str) -> None:
 def test_a_store_that_is_down_is_503_nothing_is_written_and_the_sdks_repeat_succeeds(
     settings: Settings, database: Database, broker_url: str, kind: str
 ) -> None:
-    with serve_api(settings, database, broker_url) as api:
-        with sdk_of(kind, api.url) as sdk, sdk_of(kind, api.url, max_retries=0) as once:
-            fields = {"input_file_id": upload(sdk).id, "endpoint": CHAT, "completion_window": "24h"}
-            store, aside = api.settings.state_folder / "files", api.settings.state_folder / "aside"
-            store.rename(aside)
-            store.write_text("no folder")
-            down = [
-                once.refused("batches.create", **fields),
-                once.refused("files.create", file=("in.jsonl", LINES), purpose="batch"),
-            ]
-            for error in down:
-                assert isinstance(error, openai.InternalServerError)
-                assert (error.status_code, error.code) == (503, "service_unavailable")
-                assert error.type == "server_error"
-            assert (sdk.items("batches.list"), len(sdk.items("files.list"))) == ([], 1)
-            with database.transaction() as conn:
-                assert conn.execute(sa.text("select count(*) from control_task")).scalar_one() == 0
-            store.unlink()
-            aside.rename(store)
-            assert sdk.call("batches.create", **fields).status == "validating"
+    with (
+        serve_api(settings, database, broker_url) as api,
+        sdk_of(kind, api.url) as sdk,
+        sdk_of(kind, api.url, max_retries=0) as once,
+    ):
+        fields = {"input_file_id": upload(sdk).id, "endpoint": CHAT, "completion_window": "24h"}
+        store, aside = api.settings.state_folder / "files", api.settings.state_folder / "aside"
+        store.rename(aside)
+        store.write_text("no folder")
+        down = [
+            once.refused("batches.create", **fields),
+            once.refused("files.create", file=("in.jsonl", LINES), purpose="batch"),
+        ]
+        for error in down:
+            assert isinstance(error, openai.InternalServerError)
+            assert (error.status_code, error.code) == (503, "service_unavailable")
+            assert error.type == "server_error"
+        assert (sdk.items("batches.list"), len(sdk.items("files.list"))) == ([], 1)
+        with database.transaction() as conn:
+            assert conn.execute(sa.text("select count(*) from control_task")).scalar_one() == 0
+        store.unlink()
+        aside.rename(store)
+        assert sdk.call("batches.create", **fields).status == "validating"
 
 
 def test_only_what_the_sdk_itself_repeats_is_taken_for_a_repeat(sdk: Sdk) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -120,7 +119,7 @@ def test_another_tenants_id_is_404(steady: Api, ours: Party, theirs: Party, meth
     """As an id that nobody has; and its owner's things stay as they are. For the owner the same call is another."""
     before = everything_of(steady, ours)
     param = path.split("{")[1].split("}")[0]
-    body = {} if method in ("PATCH", "POST") else None
+    body: dict[str, Any] | None = {} if method in ("PATCH", "POST") else None
     strange = theirs.http.request(method, fill(path, ours.ids), json=body)
     check_refused(strange, 404, "not_found", param)
     nobodys = {name: value[:-32] + "0" * 32 for name, value in ours.ids.items()}
@@ -217,11 +216,9 @@ def test_positions_are_among_ones_own(steady: Api, theirs: Party) -> None:
 
 
 def trunkline(api: Api, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**child_environment(api.settings), "COLUMNS": "160"}
     return subprocess.run(
-        [sys.executable, "-m", "service", *arguments],
-        env=environment,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "trunkline", *arguments],
+        env={**child_environment(api.settings), "COLUMNS": "160"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -28,6 +28,7 @@ from service.core.model import Endpoint
 _JSON_LINES = "application/jsonl"
 _FILE_ID = path("file_id", "`file-` and 32 hex digits.")
 _BATCH_ID = path("batch_id", "`batch_` and 32 hex digits.")
+_WAIT = query("wait", {**INTEGER, "minimum": 0, "maximum": 60}, "Seconds to wait for its end.")
 _JOB_ID = path("job_id", "`job_` and 32 hex digits.")
 _FILES: dict[str, dict[str, Operation]] = {
     "/v1/files": {
@@ -205,7 +206,7 @@ _JOBS: dict[str, dict[str, Operation]] = {
             "submitJob",
             "Submit one request",
             tag="Jobs",
-            parameters=[IDEMPOTENCY_KEY],
+            parameters=[IDEMPOTENCY_KEY, _WAIT],
             body=json_body(NEW_JOB),
             ok={202: answer("The job; `Location` says where to poll.", ref("Job"))},
             errors=[404, 409, 413, 429],
@@ -223,10 +224,7 @@ _JOBS: dict[str, dict[str, Operation]] = {
             "getJob",
             "A job, perhaps once it has ended",
             tag="Jobs",
-            parameters=[
-                _JOB_ID,
-                query("wait", {**INTEGER, "minimum": 0, "maximum": 60}, "Seconds to wait for its end."),
-            ],
+            parameters=[_JOB_ID, _WAIT],
             ok={200: answer("The job.", ref("Job"))},
             errors=[404],
         ),
