@@ -16,20 +16,7 @@ import pytest
 import typer
 from fastapi.routing import APIRoute
 
-from service.api import (
-    batch_actions,
-    batches,
-    files,
-    health,
-    jobs,
-    metrics,
-    models,
-    plan,
-    report,
-    requests,
-    results,
-    transparent,
-)
+from service.api.app import PARTS
 from service.fleet import Instance, Model, load_instances, load_models
 from trunkline.cli.app import STATUS_HELP, build_app
 
@@ -138,20 +125,7 @@ def test_the_routes_are_those_of_the_api() -> None:
     documented = set(re.findall(r"`(GET|POST|PATCH|DELETE) (/[^`]*)`", TEXT["docs/api.md"].partition("**Endpoints")[0]))
     served = {
         (method, re.sub(r"{[\w:]+}", "{id}", route.path))
-        for part in (
-            files,
-            batches,
-            batch_actions,
-            requests,
-            plan,
-            report,
-            results,
-            jobs,
-            transparent,
-            models,
-            health,
-            metrics,
-        )
+        for part in PARTS
         for route in part.router.routes
         if isinstance(route, APIRoute)
         for method in route.methods

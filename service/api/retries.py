@@ -73,17 +73,23 @@ def retry_batch(
 
 def _keep(retry: _Retry, blob: Blob) -> tuple[dict[str, Any], int | None]:
     """Make the batch over the file; where it is not made, the file goes again."""
-    is_kept = False
+    task_id: int | None = None
+
+    def create(conn: sa.Connection) -> dict[str, Any]:
+        nonlocal task_id
+        shown, task_id = _create(conn, retry, blob)
+        return shown
+
     try:
-        shown, task_id = retry.context.database.run(lambda conn: _create(conn, retry, blob))
-        is_kept = task_id is not None
-    except DATABASE_AWAY:
-        is_kept = True  # perhaps: a commit that was not answered may have been made, and the batch needs its file
-        log.warning("the bytes of a retry are left in the file store, its row may be there: %s", blob.path)
-        raise
-    finally:
-        if not is_kept:
+        shown = retry.context.database.run(create)
+    except BaseException as error:
+        if task_id is None or not isinstance(error, DATABASE_AWAY):
             retry.context.blobs.delete(blob.path)  # no row names it
+        else:  # the commit was not answered: the batch may be there, and needs its file
+            log.warning("the bytes of a retry are left in the file store, its row may be there: %s", blob.path)
+        raise
+    if task_id is None:
+        retry.context.blobs.delete(blob.path)
     return shown, task_id
 
 

@@ -9,6 +9,8 @@ import sqlalchemy as sa
 from service.core.model import Outcome
 from service.store.tables import batch, job, job_result, line_error
 
+_PAGE_BYTES = 8 * 2**20  # of answers in memory at once: one may be as large as some thousands of others
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedLine:
@@ -35,8 +37,9 @@ class RefusedLine:
 
 
 def ended_lines(conn: sa.Connection, batch_id: str, after: int, limit: int) -> list[EndedLine]:
-    """Lines with a result, from behind physical line `after`."""
-    rows = conn.execute(
+    """Lines with a result, from behind physical line `after`: up to `limit`, and up to 8 MiB of answers, but at least
+    one while there is one."""
+    page = (
         sa.select(
             job.c.line_no,
             job.c.id.label("job_id"),
@@ -45,12 +48,22 @@ def ended_lines(conn: sa.Connection, batch_id: str, after: int, limit: int) -> l
             job_result.c.status_code,
             job_result.c.error_code,
             job_result.c.error_message,
-            job_result.c.response,
+            sa.func.coalesce(sa.func.octet_length(job_result.c.response), 0).label("size"),
         )
         .join(job_result, job_result.c.job_id == job.c.id)
         .where(job.c.batch_id == batch_id, job.c.line_no > after)
         .order_by(job.c.line_no)
         .limit(limit)
+        .subquery()
+    )
+    before = (sa.func.sum(page.c.size).over(order_by=page.c.line_no) - page.c.size).label("bytes_before")
+    sized = sa.select(page, before).subquery()
+    shown = [column for column in sized.c if column.name not in ("size", "bytes_before")]
+    rows = conn.execute(
+        sa.select(*shown, job_result.c.response)
+        .join(job_result, job_result.c.job_id == sized.c.job_id)
+        .where(sized.c.bytes_before < _PAGE_BYTES)
+        .order_by(sized.c.line_no)
     )
     return [EndedLine(**{**row._mapping, "outcome": Outcome(row.outcome)}) for row in rows]
 

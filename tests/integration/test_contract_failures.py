@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from server_kinds import Servers
 
 from service.api.openapi.document import document
 from service.core.batchfile import MAX_LINE_BYTES
+from service.core.model import Endpoint
 from service.fleet import Model, Models
 from service.settings import Settings
 from service.store.admin import drop_database, ensure_database
@@ -46,10 +47,9 @@ class Leaving(Database):
     """A database that is away after so many transactions more, when told so. None: it stays."""
 
     transactions_left: int | None = None
-    asked = 0
+    loses_commits = False  # what `run` committed is not answered
 
     def _count(self) -> None:
-        self.asked += 1
         if self.transactions_left is not None:
             if self.transactions_left == 0:
                 raise sa.exc.OperationalError("", None, Exception("server closed the connection unexpectedly"))
@@ -63,7 +63,10 @@ class Leaving(Database):
 
     def run(self, work: Any) -> Any:
         self._count()
-        return super().run(work)
+        made = super().run(work)
+        if self.loses_commits:
+            raise sa.exc.OperationalError("", None, Exception("server closed the connection unexpectedly"))
+        return made
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def leaving(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Itera
         broker_url=servers.broker_url,
         secret_key="test-secret",
     )
-    models = Models({"tiny": Model(name="tiny", endpoints=tuple(PROMPTS))})
+    models = Models({"tiny": Model(name="tiny", endpoints=tuple(Endpoint))})
     with serve_api(settings, database, servers.broker_url, models) as api:
         yield api
     database.close()
@@ -124,9 +127,12 @@ def good_request(api: Api, method: str, path: str) -> dict[str, Any]:
     if (method, path) == ("POST", "/v1/files"):
         return {**fields, "data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", b"{}\n")}}
     if (method, path) in WITH_JSON:
-        bodies = {"/v1/batches": api.create_body, "/v1/batches/plan": api.create_body, "/v1/jobs": lambda: JOB}
-        prompts = {endpoint: (lambda p=prompt: {"model": "tiny", **p}) for endpoint, prompt in PROMPTS.items()}
-        fields["json"] = {**bodies, **prompts}.get(path, dict)()
+        bodies: dict[str, Callable[[], dict[str, Any]]] = {
+            "/v1/batches": api.create_body,
+            "/v1/batches/plan": api.create_body,
+            "/v1/jobs": lambda: JOB,
+        }
+        fields["json"] = {"model": "tiny", **PROMPTS[path]} if path in PROMPTS else bodies.get(path, dict)()
     return fields
 
 
@@ -172,6 +178,28 @@ def test_a_database_that_goes_away_is_503_and_nothing_is_half_written(leaving: A
         if path in PROMPTS and after == 2:  # it is made, and waits for an engine
             return
     assert after >= 1
+
+
+def test_a_submit_that_waits_is_answered_though_the_database_leaves_meanwhile(leaving: Api) -> None:
+    with away(leaving, 2):  # the key, and the job
+        made = leaving.http.post("/v1/jobs?wait=20", json=JOB)
+    assert made.status_code == 202, made.text
+    assert leaving.http.get(made.headers["location"]).json() == made.json()
+
+
+def test_a_retry_whose_commit_was_not_answered_is_found_whole_by_the_sdks_repeat(leaving: Api) -> None:
+    database, url = leaving.database, f"/v1/batches/{ended_batch(leaving)}/retry"
+    assert isinstance(database, Leaving)
+    database.loses_commits = True
+    try:
+        lost = leaving.http.post(url, headers={"x-stainless-retry-count": "0"})
+    finally:
+        database.loses_commits = False
+    check_refused(lost, 503, "service_unavailable")
+    again = leaving.http.post(url, headers={"x-stainless-retry-count": "1"}).json()
+    assert leaving.http.get("/v1/batches?limit=1").json()["data"] == [again]
+    content = leaving.http.get(f"/v1/files/{again['input_file_id']}/content").content
+    assert [json.loads(line)["custom_id"] for line in content.splitlines()] == ["c1", "c2"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -238,7 +266,7 @@ def test_what_is_no_http_at_all_still_gets_the_envelope(leaving: Api) -> None:
     for raw in (b"NO HTTP\r\n\r\n", b"GET /v1/files HTTP/1.1\r\nbad header\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(raw)
-            said = b"".join(iter(lambda c=connection: c.recv(65_536), b""))
+            said = connection.makefile("rb").read()
         head, _, body = said.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400")
         assert b"x-request-id: req_" in head.lower()
