@@ -134,3 +134,12 @@ def test_an_output_that_cannot_be_written_is_one_sentence(cli: Cli, form: tuple[
         done = cli("-", *SHAPE, *form, data=batch_file(4), stdout=full)
     assert done.returncode == 1
     assert done.stderr.decode() == "trunkline: the output could not be written: No space left on device.\n"
+
+
+def test_a_closed_output_is_one_sentence(environment: dict[str, str], tmp_path: Path) -> None:
+    command = f'"{sys.executable}" -m trunkline plan - --json >&-'
+    done = subprocess.run(
+        ["bash", "-c", command], input=b"", stderr=subprocess.PIPE, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.decode() == "trunkline: the output could not be written: standard output is closed.\n"

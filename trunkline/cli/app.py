@@ -26,6 +26,9 @@ _INTERRUPTED = 130
 def main() -> None:
     """The entry point of the script `trunkline`."""
     arguments = sys.argv[1:]
+    if sys.stdout is None:  # it was closed before we began
+        typer.echo("trunkline: the output could not be written: standard output is closed.", err=True)
+        sys.exit(_FAILED)
     try:
         try:
             build_app(arguments)(args=arguments, prog_name="trunkline")
