@@ -1,6 +1,7 @@
 """Fixtures: real Postgres and broker for the session, a fresh migrated database for every test that asks for one.
 
-TEST_DATABASE_URL and TEST_BROKER_URL, when both are set, run tests/integration a second time against those servers
+TEST_DATABASE_URL and TEST_BROKER_URL, when both are set, run tests/integration a second time against those servers,
+but for modules marked `embedded_only`: what they test is on this side of the database and the broker
 (the user of the first must be allowed to create databases; the numbered database of the second is emptied).
 """
 
@@ -32,7 +33,8 @@ for _name, *_ in describe_settings():
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_integration = (HERE / "integration") in metafunc.definition.path.parents
-    if "servers" in metafunc.fixturenames and is_integration and all(EXTERNAL):
+    is_once = metafunc.definition.get_closest_marker("embedded_only") is not None
+    if "servers" in metafunc.fixturenames and is_integration and all(EXTERNAL) and not is_once:
         metafunc.parametrize("servers", ["embedded", "external"], indirect=True, scope="session")
 
 

@@ -20,6 +20,8 @@ from service.settings import Settings
 from service.store.session import Database
 from service.store.tables import file
 
+pytestmark = pytest.mark.embedded_only
+
 LINES = b'{"n": 1}\n{"n": 2, "text": "\xe2\x80\xa8"}\n'
 
 

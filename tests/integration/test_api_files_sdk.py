@@ -12,6 +12,8 @@ from api_fixtures import Api, api, steady  # noqa: F401 - two are fixtures
 
 from service.store.tables import file
 
+pytestmark = pytest.mark.embedded_only
+
 LINES = b'{"n": 1}\n{"n": 2, "text": "\xe2\x80\xa8"}\n'
 
 

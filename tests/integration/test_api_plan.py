@@ -23,6 +23,8 @@ from service.store.session import Database
 from service.store.tables import batch
 from trunkline import AsyncClient, Client, Plan
 
+pytestmark = pytest.mark.embedded_only
+
 FIELDS = [
     "object", "lines", "valid", "errors", "models", "prefix_groups", "prompt_tokens", "shared_tokens", "bound",
     "predicted_hit_rate", "round_robin_hit_rate", "estimated_seconds", "fits_window", "instances",

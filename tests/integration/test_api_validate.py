@@ -18,6 +18,8 @@ from plant import Plant, check_accounting, plant, standing  # noqa: F401 - two a
 from service.settings import Settings
 from service.store.session import Database
 
+pytestmark = pytest.mark.embedded_only
+
 GOOD = json.dumps(request("good")).encode()
 
 

@@ -32,6 +32,8 @@ from trunkline import (
 )
 from trunkline.wire import Batch
 
+pytestmark = pytest.mark.embedded_only
+
 # No pause before a retry or a poll is longer than a test should wait.
 FAST = {"poll_seconds": 0.05}
 

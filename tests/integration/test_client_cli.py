@@ -16,6 +16,8 @@ from api_fixtures import Api, api  # noqa: F401 - `api` is a fixture
 from client_steps import complete, run_open_tasks
 from control_fixtures import Desk, jsonl, request
 
+pytestmark = pytest.mark.embedded_only
+
 INPUT = jsonl(request(f"c{n}") for n in range(3))
 Cli = Callable[..., subprocess.CompletedProcess[bytes]]
 

@@ -28,6 +28,8 @@ from service.settings import Settings
 from service.store.admin import drop_database, ensure_database
 from service.store.session import Database
 
+pytestmark = pytest.mark.embedded_only
+
 CHAT = "/v1/chat/completions"
 PROMPTS = {CHAT: {"messages": []}, "/v1/completions": {"prompt": "a"}, "/v1/embeddings": {"input": "a"}}
 JOB = {"endpoint": CHAT, "body": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}}

@@ -21,6 +21,8 @@ from service.settings import Settings
 from service.store.session import Database
 from service.store.tables import batch, file
 
+pytestmark = pytest.mark.embedded_only
+
 CHAT = "/v1/chat/completions"
 LINES = jsonl(request(f"c{n}") for n in range(3))
 

@@ -22,6 +22,8 @@ from service.api.openapi.document import document
 from service.settings import child_environment
 from service.store.tables import batch
 
+pytestmark = pytest.mark.embedded_only
+
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 SECRET = "words-of-ours"

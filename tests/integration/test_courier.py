@@ -19,6 +19,8 @@ from service.core.webhook import Target, parse_url
 from service.courier import Address, Answer, Courier, CourierStopped
 from service.ports import free_port
 
+pytestmark = pytest.mark.embedded_only
+
 LOOPBACK = "127.0.0.1"
 
 

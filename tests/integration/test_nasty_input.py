@@ -16,6 +16,8 @@ from service.core.model import BatchStatus
 from service.settings import Settings
 from service.store.session import Database
 
+pytestmark = pytest.mark.embedded_only
+
 # What text-mode readers and str.splitlines cut at, and JSON lets stand raw in a string.
 RAW_SEPARATORS = "a\u2028b\u2029c\x85d\x7fe\ufefff"
 # What JSON must escape; NUL too, which Postgres' text cannot hold.

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 
+import pytest
 import schemathesis
 from api_fixtures import Api, steady  # noqa: F401
 from fastapi.routing import APIRoute
@@ -15,6 +16,8 @@ from seeds import MODEL
 
 from service.api import app as application
 from service.api.openapi.document import document
+
+pytestmark = pytest.mark.embedded_only
 
 # Every answer is one that the document names, of the type and the shape it says, and no 5xx.
 CHECKS = [

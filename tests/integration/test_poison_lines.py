@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import pytest
 from control_fixtures import jsonl, request
 from openai.types import Batch
 from plant import (  # noqa: F401 - two are fixtures
@@ -19,6 +20,8 @@ from plant import (  # noqa: F401 - two are fixtures
     plant,
     standing,
 )
+
+pytestmark = pytest.mark.embedded_only
 
 GOOD = 12
 TOO_LONG = "This model's maximum context length is 2048 tokens. However, you requested 9000 tokens."

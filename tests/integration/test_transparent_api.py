@@ -20,6 +20,8 @@ from service.settings import Settings
 from service.store.session import Database
 from service.store.tables import job, job_result
 
+pytestmark = pytest.mark.embedded_only
+
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 GOOD = b'{"choices": []}'

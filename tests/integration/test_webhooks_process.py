@@ -33,6 +33,8 @@ from service.store.session import Database
 from service.store.webhooks import EndedJob
 from trunkline.cli.app import build_app
 
+pytestmark = pytest.mark.embedded_only
+
 BAD = b"no JSON\n"
 
 
