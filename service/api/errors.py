@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from service.api.answers import json_answer
 from service.core.resultline import error_type
@@ -107,9 +108,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
             error.status_code,
             _CODES.get(error.status_code, "invalid_request"),
             messages.get(error.status_code, str(error.detail)),
-            headers=error.headers,
+            headers={"allow": _allowed(request)} if error.status_code == 405 else error.headers,
         )
     )
+
+
+def _allowed(request: Request) -> str:
+    """Every method of the path: the exception names those of the first route that has it."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    fitting = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for methods in fitting for method in methods}))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

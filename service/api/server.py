@@ -67,6 +67,7 @@ def make_server(app: FastAPI) -> ApiServer:
         uvicorn.Config(
             app,
             http=_Protocol,
+            ws="none",  # a wish to upgrade is ignored, as HTTP allows, and the request answered; else it is a bare 403
             log_config=None,
             access_log=False,
             server_header=False,

@@ -16,6 +16,7 @@ from both_sdks import KINDS, Sdk, sdk_of
 from client_steps import run_open_tasks
 from control_fixtures import Desk, jsonl, request
 from line_fixtures import Line, line, whole_line  # noqa: F401 - fixtures
+from stream_script import HELLO, Script
 from worker_processes import wait_until
 
 from service.core.batchfile import SERVER_OWNED_KEYS
@@ -50,7 +51,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Legal as values where the contract judges the field, and unlike anything that the server sends.
 SMUGGLED = {name: f"smuggled-{name}" for name in sorted(SERVER_OWNED_KEYS - {"stream"})}
-WAYS = ("batch", "job", "transparent")
+WAYS = ("batch", "job", "transparent", "stream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,9 @@ def send(line: Line, who: Owner, way: str, endpoint: str, body: dict[str, Any]) 
         http.timeout = 60
         if way == "transparent":
             assert http.post(endpoint, json=body).status_code == 200
+        elif way == "stream":
+            line.engine.script = Script(HELLO)
+            assert http.post(endpoint, json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
         elif way == "job":
             made = http.post("/v1/jobs?wait=50", json={"endpoint": endpoint, "body": body})
             assert (made.status_code, made.json()["status"]) == (202, "succeeded"), made.text
@@ -124,18 +128,25 @@ def test_the_salt_is_the_tenants_own_also_when_it_sends_anothers(
     assert second[:4] == again[:4]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize(
+    ("way", "endpoint"),
+    [(way, item) for way in WAYS for item in Endpoint if (way, item) != ("stream", Endpoint.EMBEDDINGS)],
+)
 def test_fields_that_are_the_servers_never_reach_the_engine(
     line: Line, ours: Owner, way: str, endpoint: Endpoint
 ) -> None:
     """All of them in one body, of which everything else arrives as it was sent."""
+    smuggled = {**SMUGGLED, "stream": False}
+    if way == "stream":
+        smuggled["stream_options"] = {"include_usage": True}
     sent = {"model": "tiny", **PROMPTS[endpoint], "user": "\u2028é", "temperature": 0.5, "unknown": {"a": [1, None]}}
-    send(line, ours, way, endpoint, {**sent, **SMUGGLED, "stream": False})
+    send(line, ours, way, endpoint, {**sent, **smuggled})
     ((path, body),) = line.engine.asked
     assert path == endpoint
     assert body.pop("cache_salt") == ours.salt
     assert isinstance(body.pop("priority", 0), int)
+    if way == "stream":
+        assert (body.pop("stream"), body.pop("stream_options")["include_usage"]) == (True, True)
     assert body == sent
 
 

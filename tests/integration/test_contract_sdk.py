@@ -34,6 +34,13 @@ def sdk(request: pytest.FixtureRequest, steady: Api) -> Iterator[Sdk]:
         yield client
 
 
+FORM: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.JSONL", LINES)}}
+
+
+def key_of(api: Api) -> dict[str, str]:
+    return {"authorization": f"Bearer {api.make_key('reader')}"}
+
+
 def tenant_of(api: Api, sdk: Sdk) -> str:
     with api.database.transaction() as conn:
         named = sa.text("select t.name from tenant t join api_key k on k.tenant_id = t.id order by k.id desc limit 1")
@@ -66,6 +73,22 @@ def test_every_call_of_files(sdk: Sdk) -> None:
         gone = sdk.refused(f"files.{name}", made.id)
         assert (gone.status_code, gone.code, gone.param) == (404, "not_found", "file_id")
         assert isinstance(gone, openai.NotFoundError)
+
+
+def test_a_file_object_has_the_fields_of_the_contract_and_no_other(steady: Api) -> None:
+    made = steady.http.post("/v1/files", headers=key_of(steady), **FORM).json()
+    assert made == {
+        "id": made["id"],
+        "object": "file",
+        "bytes": len(LINES),
+        "created_at": made["created_at"],
+        "expires_at": None,
+        "filename": "in.JSONL",
+        "purpose": "batch",
+        "status": "processed",
+        "status_details": None,
+    }
+    assert isinstance(made["created_at"], int)
 
 
 def test_every_call_of_batches(steady: Api, sdk: Sdk) -> None:
@@ -188,7 +211,7 @@ def test_a_wrong_key_is_told_once(steady: Api, sdk: Sdk, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_store_that_is_down_is_503_nothing_is_written_and_the_sdks_repeat_succeeds(
+def test_a_store_that_is_down_is_503_and_nothing_is_written(
     settings: Settings, database: Database, broker_url: str, kind: str
 ) -> None:
     with (
