@@ -1,6 +1,6 @@
 """The control worker's loop body: claim a task, run its handler under a lease, record how it ended.
 
-The message is a hint: a task that another worker holds, that is not due or that is done is passed over.
+The message is a hint: where its task is held by another worker, not due, or done, the oldest that waits is taken.
 """
 
 from __future__ import annotations
@@ -55,13 +55,17 @@ def make_work(settings: Settings, database: Database) -> Work:
 
 
 def run_task(work: Work, task_id: int, outgoing: Outgoing | None = None) -> None:
-    """Do what the hint asks for, if it is still to be done. Handlers finish or give back their task themselves.
+    """Do what the hint asks for, or else the oldest work that waits. Handlers finish their task or give it back.
 
     With `outgoing` a webhook is only started here, and delivered in one of its threads.
     Raises only where the failure cannot be recorded (the database is away): the lease then runs out.
     """
     lease_seconds = work.settings.task_lease_seconds
-    task = work.database.run(lambda conn: control.claim_task(conn, task_id, lease_seconds))
+
+    def claim(conn: sa.Connection) -> ControlTask | None:
+        return control.claim_task(conn, task_id, lease_seconds) or control.claim_next_task(conn, lease_seconds)
+
+    task = work.database.run(claim)
     if task is None:
         return
     if task.is_exhausted:

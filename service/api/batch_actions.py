@@ -84,7 +84,7 @@ def delete_batch(batch_id: str, request: Request, tenant: Caller, background: Ba
         if not batch.status.is_terminal:
             message = f"The batch is {batch.status}; cancel it first."
             raise ApiError(409, "batch_not_terminal", message, param="batch_id")
-        background.add_task(context.hint, create_task(conn, TaskKind.DELETE, batch_id))
+        background.add_task(context.hint, create_task(conn, TaskKind.DELETE, batch_id, is_hinted=True))
     answer = json_answer({"id": batch_id, "object": "batch", "deleted": True})
     answer.background = background
     return answer

@@ -77,7 +77,7 @@ def _create(context: Context, tenant: Tenant, raw: bytes, repeats: Repeats) -> t
         check_input(conn, context, tenant, new.input_file_id)
         check_quota(conn, context, tenant)
         batch = batches.create_batch(conn, tenant.id, new, batch_id)
-        task_id = create_task(conn, TaskKind.INTAKE, batch.id)
+        task_id = create_task(conn, TaskKind.INTAKE, batch.id, is_hinted=True)
     return task_id, json_answer(batch_object(batch, Progress(), Activity()))
 
 
@@ -180,7 +180,7 @@ def cancel_batch(batch_id: str, request: Request, tenant: Caller, background: Ba
     with context.database.transaction() as conn:
         find_batch(conn, tenant, batch_id)
         if batches.request_cancel(conn, batch_id):
-            background.add_task(context.hint, create_task(conn, TaskKind.CANCEL, batch_id))
+            background.add_task(context.hint, create_task(conn, TaskKind.CANCEL, batch_id, is_hinted=True))
         batch = find_batch(conn, tenant, batch_id)
         if batch.status.is_terminal and batch.status is not BatchStatus.CANCELLED:
             message = f"The batch is {batch.status} already."

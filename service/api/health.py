@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from fastapi import APIRouter
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api.answers import json_answer
-from service.api.context import context_of
+from service.api.context import Context, context_of
 from service.api.errors import envelope
 from service.errors import TrunklineError
 
@@ -17,14 +18,18 @@ router = APIRouter()
 
 
 @router.get("/healthz")
-def healthz() -> Response:
+async def healthz() -> Response:
     return json_answer({"status": "ok"})
 
 
 @router.get("/readyz")
-def readyz(request: Request) -> Response:
+async def readyz(request: Request) -> Response:
     """503 without the database or the file store; a broker that is down only delays work."""
-    context = context_of(request)
+    # Not in a thread of the routes' pool: all of those may wait for a database that hangs.
+    return await asyncio.to_thread(_readyz, context_of(request))
+
+
+def _readyz(context: Context) -> Response:
     parts = {
         "database": _state(context.database.check),
         "store": _state(context.blobs.check),

@@ -129,7 +129,7 @@ def _create(conn: sa.Connection, retry: _Retry, blob: Blob) -> tuple[dict[str, A
         retry_of=old.id,
     )
     batches.create_batch(conn, tenant.id, new, made_id)
-    task_id = create_task(conn, TaskKind.INTAKE, made_id)
+    task_id = create_task(conn, TaskKind.INTAKE, made_id, is_hinted=True)
     return object_of(conn, find_batch(conn, tenant, made_id)), task_id
 
 

@@ -22,11 +22,33 @@ log = logging.getLogger(__name__)
 # Clients keep idle connections (the SDK for 5 s): the server must not be the one that closes first, for then a
 # request meets a reset.
 _KEEP_ALIVE_SECONDS = 75
+_MAX_HEADER_BYTES = 64 * 1024
 _GRACE_SECONDS = 10  # for downloads under way when told to stop
 
 
 class _Protocol(AutoHTTPProtocol):  # type: ignore[valid-type,misc]
-    """uvicorn's own, but what is no HTTP and so never reaches the application is refused in the envelope too."""
+    """uvicorn's own, but what is no HTTP and so never reaches the application is refused in the envelope too, and so
+    are headers without end, for which its parser has no limit."""
+
+    _header_bytes: int | None = 0  # since the request began; None once its headers are complete
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")  # the parser makes it an error of its own: 400
+        self._header_bytes = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._header_bytes is not None and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > _MAX_HEADER_BYTES:
+                self.send_400_response("The request's headers are larger than 64 KiB.")
 
     def send_400_response(self, msg: str) -> None:
         answer = error_answer(ApiError(400, "invalid_http", msg))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +29,10 @@ from service.store.singles import Single
 from service.store.tenants import Tenant
 
 router = APIRouter(prefix="/v1")
+
+# What may name the member `stream`; most bodies do not, and are parsed in the thread that makes their job. JSON may
+# write a letter as an escape too.
+_STREAM = re.compile(rb'"stream"|\\u00[67][0-9a-fA-F]')
 
 # How a job that no engine answered is said. The SDK repeats 408, 409, 429 and 5xx, so each carries x-should-retry:
 # false: it was tried as often as it should be, and a repeat would only be told the same.
@@ -68,7 +73,7 @@ async def _answer(request: Request, endpoint: Endpoint) -> Response:
     # Not a dependency of the route: a small body is read first, and its job made in the same turn of a thread.
     tenant = None if _is_small(request) else await run_in_threadpool(authenticated, request)
     raw = await read_body(request, context.settings.max_line_bytes)
-    if endpoint is not Endpoint.EMBEDDINGS and b'"stream"' in raw:
+    if endpoint is not Endpoint.EMBEDDINGS and _STREAM.search(raw):
         if tenant is None:
             tenant = await run_in_threadpool(authenticated, request)
         said = await run_in_threadpool(parse_object, raw)

@@ -22,6 +22,7 @@ from service.store.tables import batch, batch_progress
 
 MAX_FAILURES = 8
 
+_LONGEST_GAP = 12  # times the shortest, between two hints for one task that nobody takes
 _OPEN = (TaskState.READY, TaskState.RUNNING)
 # Rows of one batch in `batch_progress` above which they are folded into one; a poll reads fewer than this.
 _COMPACT_ABOVE_ROWS = 32
@@ -43,11 +44,13 @@ class ControlTask:
         return self.failures >= MAX_FAILURES
 
 
-def create_task(conn: sa.Connection, kind: TaskKind, subject: str) -> int:
-    """The id of the open task of this kind for `subject`, created in the caller's transaction where there is none."""
+def create_task(conn: sa.Connection, kind: TaskKind, subject: str, *, is_hinted: bool = False) -> int:
+    """The id of the open task of this kind for `subject`, created in the caller's transaction where there is none.
+    `is_hinted`: the caller sends the hint himself, after the commit, so the sweeper waits before it sends another."""
+    published_at = sa.func.now() if is_hinted else sa.null()
     insertion = (
         insert(control_task)
-        .values(kind=kind, subject=subject, state=TaskState.READY)
+        .values(kind=kind, subject=subject, state=TaskState.READY, published_at=published_at)
         .on_conflict_do_nothing()
         .returning(control_task.c.id)
     )
@@ -78,6 +81,20 @@ def claim_task(conn: sa.Connection, task_id: int, lease_seconds: float) -> Contr
         .returning(*_CLAIMED)
     ).one_or_none()
     return None if row is None else _task(row)
+
+
+def claim_next_task(conn: sa.Connection, lease_seconds: float) -> ControlTask | None:
+    """The oldest task that waits, whatever the hint in hand named: of several hints for one task those that come too
+    late do other work, instead of standing before its hint. Not webhooks, which have a place of their own."""
+    due = (control_task.c.state == TaskState.READY, control_task.c.not_before <= sa.func.now())
+    task_id = conn.scalar(
+        sa.select(control_task.c.id)
+        .where(*due, control_task.c.kind != TaskKind.WEBHOOK)
+        .order_by(control_task.c.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    return None if task_id is None else claim_task(conn, task_id, lease_seconds)
 
 
 def renew_task(conn: sa.Connection, task: ControlTask, lease_seconds: float) -> None:
@@ -147,9 +164,12 @@ def unpublished_tasks(conn: sa.Connection, older_than_seconds: float, limit: int
 
 
 def hint_is_due(older_than_seconds: float) -> sa.ColumnElement[bool]:
-    """Ready, or running with an expired lease; and never published, or longer than that ago."""
-    stale = sa.func.now() - timedelta(seconds=older_than_seconds)
-    unheard = sa.or_(control_task.c.published_at.is_(None), control_task.c.published_at < stale)
+    """Ready, or running with an expired lease; and never published, or longer than that ago. The gaps double up to
+    twelve times that: where nobody reads the queue, copies of one hint must not pile up before those of others."""
+    waited = control_task.c.published_at - sa.func.greatest(control_task.c.created_at, control_task.c.not_before)
+    least, most = (timedelta(seconds=older_than_seconds * times) for times in (1, _LONGEST_GAP))
+    gap = sa.func.greatest(least, sa.func.least(most, waited))
+    unheard = sa.or_(control_task.c.published_at.is_(None), control_task.c.published_at < sa.func.now() - gap)
     ready = sa.and_(control_task.c.state == TaskState.READY, control_task.c.not_before <= sa.func.now())
     expired = sa.and_(control_task.c.state == TaskState.RUNNING, control_task.c.lease_expires_at < sa.func.now())
     return sa.and_(sa.or_(ready, expired), unheard)

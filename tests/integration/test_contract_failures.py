@@ -296,3 +296,17 @@ def test_what_is_no_http_at_all_still_gets_the_envelope(leaving: Api) -> None:
         assert b"x-request-id: req_" in head.lower()
         error = json.loads(body)["error"]
         assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_http", None)
+
+
+@pytest.mark.parametrize("shape", [b"x-long: " + b"a" * 70_000, b"\r\n".join([b"x-many: " + b"a" * 90] * 800)])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_headers_without_end_are_refused(leaving: Api, shape: bytes, is_whole: bool) -> None:
+    """Before any key is asked for, nobody may fill the memory."""
+    host, port = httpx.URL(leaving.url).host, httpx.URL(leaving.url).port
+    with socket.create_connection((host, port), timeout=20) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\n" + shape + (b"\r\n\r\n" if is_whole else b""))
+        said = connection.makefile("rb").read()
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert leaving.http.get("/healthz", headers={"x-long": "a" * 30_000}).status_code == 200

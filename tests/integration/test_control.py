@@ -105,6 +105,41 @@ def _fields(task: ControlTask) -> dict[str, object]:
     return {name: getattr(task, name) for name in ControlTask.__dataclass_fields__}
 
 
+def test_hints_that_nobody_takes_come_ever_more_seldom(database: Database) -> None:
+    """A control worker that stands still finds a short queue when it goes on."""
+    (task_id, sent) = (create(database), 0)
+    with database.transaction() as conn:
+        for _ in range(600):  # looks, one a second
+            if control.unpublished_tasks(conn, 5.0):
+                control.mark_published(conn, [task_id])
+                sent += 1
+            second = sa.text("interval '1 second'")
+            times = {name: control_task.c[name] - second for name in ("created_at", "not_before", "published_at")}
+            conn.execute(sa.update(control_task).values(times))
+    assert 10 <= sent <= 15  # 120 without the doubling
+
+
+def test_who_sends_the_hint_himself_is_not_overtaken_by_the_sweeper(database: Database) -> None:
+    with database.transaction() as conn:
+        task_id = control.create_task(conn, TaskKind.INTAKE, "batch_x", is_hinted=True)
+        assert control.unpublished_tasks(conn, 5.0) == []
+        assert control.unpublished_tasks(conn, 0.0) == []  # not later than now
+    with database.transaction() as conn:
+        assert control.unpublished_tasks(conn, 0.0) == [task_id]
+
+
+def test_a_hint_that_comes_too_late_does_other_work(database: Database, desk: Desk) -> None:
+    done, waiting = create(database), create(database, "batch_y")
+    with database.transaction() as conn:
+        control.finish_task(conn, control.claim_task(conn, done, 30.0) or pytest.fail("not claimed"))
+        webhook = control.create_task(conn, TaskKind.WEBHOOK, "evt_x")
+    run_task(desk.work, done)
+    with database.transaction() as conn:
+        states = dict(conn.execute(sa.select(control_task.c.id, control_task.c.state)).all())
+    assert states[waiting] == TaskState.DONE  # there is no such batch, so nothing was to be done
+    assert states[webhook] == TaskState.READY
+
+
 def test_failures_back_off_and_end_dead(database: Database, desk: Desk) -> None:
     task_id = create(database)
     delays = []

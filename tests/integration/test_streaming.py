@@ -95,6 +95,14 @@ def test_the_bytes_are_the_engines_and_the_recorded_result_is_a_whole_answer(lin
     assert made["response"]["body"] == {**head, "choices": [choice], "usage": USAGE}
 
 
+def test_json_may_write_the_wish_for_a_stream_with_escapes(line: Line) -> None:
+    play(line)
+    raw = json.dumps(BODY).replace("stream", "\\u0073tream").encode()
+    answer = line.api.http.post(CHAT, content=raw, headers={"content-type": "application/json"})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("asks", [True, False, None])
 def test_usage_comes_to_whoever_asked_for_it(line: Line, sdk: openai.OpenAI, asks: bool | None) -> None:
     continuous = chat_event({"content": "x"})[:-1] + ', "usage": null}'
