@@ -6,9 +6,8 @@ loses at most `shared[p]` tokens of cache: the engine that starts there computes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,24 +134,17 @@ def chop(
     return ends
 
 
-def deal(
-    ends: Sequence[int],
-    costs: Sequence[RunCosts],
-    load_seconds: Sequence[float],
-    homes: Mapping[int, int] = MappingProxyType({}),
-) -> list[list[int]]:
+def deal(ends: Sequence[int], costs: Sequence[RunCosts], load_seconds: Sequence[float]) -> list[list[int]]:
     """Piece numbers per instance, ascending: longest processing time first, each to who would finish it earliest.
 
-    Graham's rule (1969): the makespan is at most 4/3 of the best, and within a piece of even here. Pieces in `homes`
-    are dealt before all others, to the instance named there.
+    Graham's rule (1969): the makespan is at most 4/3 of the best, and within a piece of even here.
     """
     starts = [0, *ends[:-1]]
     seconds = np.array([cost.cumulative_seconds[ends] - cost.cumulative_seconds[starts] for cost in costs])
     finish = np.array(load_seconds, dtype=np.float64)
     dealt: list[list[int]] = [[] for _ in costs]
-    longest_first = np.argsort(-seconds[0], kind="stable").tolist()
-    for piece in sorted(longest_first, key=lambda piece: piece not in homes):
-        chosen = homes[piece] if piece in homes else int(np.argmin(finish + seconds[:, piece]))
+    for piece in np.argsort(-seconds[0], kind="stable").tolist():
+        chosen = int(np.argmin(finish + seconds[:, piece]))
         finish[chosen] += seconds[chosen, piece]
         dealt[chosen].append(piece)
     return [sorted(pieces) for pieces in dealt]

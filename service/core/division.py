@@ -1,12 +1,12 @@
 """One run per instance from a backlog in key order. DESIGN.md section 6, steps 3 and 4.
 
 A run is an array of positions in key order. Where few short prefixes are shared by all, small pieces are dealt out;
-where there are a few large groups, whole groups; else each instance has a stretch of the order.
+else each instance has a stretch of the order.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from service.core import cut
 from service.core.ordered import Sorted, entry_of, estimated_seconds, predict
 from service.core.planrecords import InstanceView, Limits, Rates
-from service.core.prefix import IntArray, shares_group
+from service.core.prefix import IntArray
 
 
 def divide(jobs: Sorted, instances: Sequence[InstanceView], limits: Limits) -> list[IntArray]:
@@ -22,8 +22,7 @@ def divide(jobs: Sorted, instances: Sequence[InstanceView], limits: Limits) -> l
     costs = _costs(jobs, instances)
     runs = _scattered(jobs, instances, costs, limits)
     if runs is None:
-        parted, longest_seconds = _contiguous(jobs, instances, costs, limits)
-        runs = _whole_groups(parted, jobs, instances, costs, limits, longest_seconds)
+        runs = _contiguous(jobs, instances, costs, limits)
     return _rehomed(runs, jobs, instances)
 
 
@@ -92,11 +91,8 @@ def _contiguous(
     instances: Sequence[InstanceView],
     costs: Sequence[cut.RunCosts],
     limits: Limits,
-) -> tuple[list[IntArray], float]:
-    """Step 3: one run per instance, cut where little is shared, and the seconds that a run may take for that.
-
-    Instances go in the order of what they hold.
-    """
+) -> list[IntArray]:
+    """Step 3: one run per instance, cut where little is shared. Instances go in the order of what they hold."""
     order = sorted(range(len(instances)), key=lambda number: _held_place(jobs, instances[number]))
     by_order = [costs[number] for number in order]
     loads = [instances[number].load_seconds for number in order]
@@ -104,7 +100,7 @@ def _contiguous(
     longest = makespan * (1 + limits.slide_share)
     ends = cut.slide_cuts(ends, by_order, loads, longest)
     runs = [np.arange(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    return _matched(dict(zip(order, runs, strict=True)), jobs, instances, costs, longest), longest
+    return _matched(dict(zip(order, runs, strict=True)), jobs, instances, costs, longest)
 
 
 def _held_place(jobs: Sorted, view: InstanceView) -> int:
@@ -136,51 +132,6 @@ def _matched(
 
 def _run_seconds(run: IntArray, costs: cut.RunCosts) -> float:
     return costs.run_seconds(int(run[0]), int(run[-1]) + 1) if run.size else 0.0
-
-
-def _whole_groups(
-    parted: list[IntArray],
-    jobs: Sorted,
-    instances: Sequence[InstanceView],
-    costs: Sequence[cut.RunCosts],
-    limits: Limits,
-    longest_seconds: float,
-) -> list[IntArray]:
-    """Whole groups dealt out in place of `parted`, where less is computed again and none ends after `longest_seconds`.
-
-    That is so where each instance has a few large groups: a cut that slides a little cannot get out of one. Of many
-    small ones an end is always near, and they are not looked at.
-    """
-    begins = ~shares_group(jobs.shared, jobs.prompt_tokens, np.roll(jobs.prompt_tokens, 1))
-    ends = [*(np.flatnonzero(begins[1:]) + 1).tolist(), len(jobs.keys)]
-    if not 1 < len(instances) <= len(ends) <= len(instances) * limits.cohort_share:
-        return parted
-    loads = [view.load_seconds for view in instances]
-    dealt = cut.deal(ends, costs, loads, _homes(ends, jobs, instances))
-    whole = _dealt_runs(dealt, ends)
-    lost_tokens, lost_seconds = _lost(dealt, ends, jobs, instances, costs)
-    lost_before = sum(int(cost.cached_tokens[run[0]]) for run, cost in zip(parted, costs, strict=True) if run.size)
-    if sum(lost_tokens) - _found(whole, jobs, instances) >= lost_before - _found(parted, jobs, instances):
-        return parted
-    for run, load, lost, cost in zip(whole, loads, lost_seconds, costs, strict=True):
-        if load + lost + float(np.diff(cost.cumulative_seconds)[run].sum()) > longest_seconds:
-            return parted
-    return whole
-
-
-def _homes(ends: Sequence[int], jobs: Sorted, instances: Sequence[InstanceView]) -> dict[int, int]:
-    """By the number of the piece, the instance that holds what it begins with; the first of several."""
-    homes: dict[int, int] = {}
-    for number, view in enumerate(instances):
-        entry, gain = entry_of(np.arange(len(jobs.keys)), jobs, view)
-        if gain:
-            homes.setdefault(bisect_right(ends, entry), number)
-    return homes
-
-
-def _found(runs: Sequence[IntArray], jobs: Sorted, instances: Sequence[InstanceView]) -> int:
-    """Tokens that instances need not compute for their runs, by what they hold already."""
-    return sum(entry_of(run, jobs, view)[1] for run, view in zip(runs, instances, strict=True))
 
 
 def _rehomed(runs: list[IntArray], jobs: Sorted, instances: Sequence[InstanceView]) -> list[IntArray]:

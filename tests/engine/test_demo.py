@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 _LINES = 104
 _GROUPS = 8
+_PREFIX_TOKENS = 768  # of a system prompt of the file, at most
 
 
 @pytest.mark.timeout(900)
@@ -51,10 +52,11 @@ def test_the_demo_serves_from_cache_what_the_plan_predicted(state_base: Path) ->
 
 
 def check_numbers(numbers: dict[str, object]) -> None:
-    """In sum: within 2 % of the prediction, at least 0.95 of the bound, and better than round robin."""
+    """In sum: within 2 % of the prediction (or some prefixes more), at least 0.95 of the bound, and better than round
+    robin."""
     assert (numbers["lines"], numbers["succeeded"], numbers["failed"]) == (_LINES, _LINES, 0)
     assert numbers["unknown_jobs"] == 0
-    assert numbers["cached_tokens"] == pytest.approx(numbers["predicted_cached_tokens"], rel=0.02)
+    assert is_served(int(str(numbers["cached_tokens"])), int(str(numbers["predicted_cached_tokens"])), 0.02, 3)
     assert float(str(numbers["share_of_bound"])) >= 0.95
     instances = numbers["instances"]
     assert isinstance(instances, list)
@@ -66,7 +68,7 @@ def check_numbers(numbers: dict[str, object]) -> None:
 
 
 def check_groups(state: Path, batch_id: str) -> None:
-    """Every prefix group of the file: within 5 % of its prediction."""
+    """Every prefix group of the file: within 5 % of its prediction, or a prefix or two more."""
     settings = Settings(state_folder=state)
     with EmbeddedServers(settings, durable=False):
         embedded = load_embedded(settings)
@@ -77,7 +79,17 @@ def check_groups(state: Path, batch_id: str) -> None:
         database.close()
     assert len(groups) == _GROUPS
     for group in groups:
-        assert group.tokens.cached_tokens == pytest.approx(group.tokens.predicted_cached_tokens, rel=0.05), group.label
+        cached, predicted = group.tokens.cached_tokens, group.tokens.predicted_cached_tokens
+        assert is_served(cached, predicted, 0.05, 2), (group.label, cached, predicted)
+
+
+def is_served(cached_tokens: int, predicted_cached_tokens: int, share: float, prefixes: int) -> bool:
+    """As predicted, within a share; or up to so many prefixes more. A long answer that was put first keeps its prefix
+    in the cache for as long as it runs; the plan counts by order of admission, and takes the prefix for gone when the
+    rest of the group comes. Whether that happens depends on the order of keys, which the tenant's salt decides."""
+    least = predicted_cached_tokens * (1 - share)
+    most = max(predicted_cached_tokens * (1 + share), predicted_cached_tokens + prefixes * _PREFIX_TOKENS)
+    return least <= cached_tokens <= most
 
 
 def _mentions(process: psutil.Process, state: Path) -> bool:

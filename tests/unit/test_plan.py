@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -112,53 +111,13 @@ def test_arrival_order_does_not_matter(made: Jobs, views: list[InstanceView], ra
 
 
 @given(jobs, instances(alike=True))
-def test_runs_are_in_key_order_so_equal_prompts_are_neighbours(made: Jobs, views: list[InstanceView]) -> None:
-    """One stretch of the order each, or whole groups."""
+def test_runs_are_contiguous_in_key_order_so_equal_prompts_are_neighbours(
+    made: Jobs, views: list[InstanceView]
+) -> None:
     waiting = backlog(made)
     runs = runs_of(plan(waiting, views, CONTIGUOUS), len(views))
-    order = prefix.sort_order(waiting.keys, waiting.prompt_tokens).tolist()
-    places = {job + 100: place for place, job in enumerate(order)}
-    assert all(places[before] < places[after] for run in runs for before, after in pairwise(run))
-    if [job_id - 100 for run in runs for job_id in run] != order:
-        groups = prefix.prefix_groups([waiting.keys[job] for job in order], waiting.prompt_tokens[order])
-        owners = [{int(groups[places[job_id]]) for job_id in run} for run in runs]
-        assert sum(map(len, owners)) == len(set().union(*owners))
-
-
-def groups_of(sizes: list[int], rungs: int = 20) -> Backlog:
-    """Groups that share `rungs`, each job with one rung of its own and an answer of 20 tokens."""
-    return backlog(
-        [([group] * rungs + [1000 + job], 5, 20, 100) for group, size in enumerate(sizes) for job in range(size)]
-    )
-
-
-def test_large_groups_go_whole_where_that_ends_as_soon() -> None:
-    waiting = groups_of([30, 40, 30, 20])  # in key order a cut in halves falls into the second
-    views = [instance(queue=f"instance.{number}") for number in range(2)]
-    cohorts = plan(waiting, views)
-    check_plan(waiting, cohorts)
-    served = sum(int(cohort.predicted_cached_tokens.sum()) for cohort in cohorts)
-    assert served == prefix.bound_tokens(waiting.keys, waiting.prompt_tokens, 32)
-    ends = [sum(cohort.estimated_seconds for cohort in cohorts if cohort.instance == number) for number in range(2)]
-    assert max(ends) <= 1.03 * sum(ends) / 2
-
-
-def test_a_large_group_is_parted_where_whole_ones_would_end_later() -> None:
-    waiting = groups_of([30, 31, 32])
-    cohorts = plan(waiting, [instance(queue=f"instance.{number}") for number in range(2)])
-    ends = [sum(cohort.estimated_seconds for cohort in cohorts if cohort.instance == number) for number in range(2)]
-    assert max(ends) <= 1.03 * sum(ends) / 2
-
-
-def test_a_whole_group_stays_where_it_was_begun() -> None:
-    waiting = groups_of([30, 40, 30, 20])
-    held = waiting.keys[0]  # of the first group: by length alone it would go to the other instance
-    views = [instance(queue="instance.0", held_key=held), instance(queue="instance.1")]
-    cohorts = plan(waiting, views)
-    first = {job_id for cohort in cohorts if cohort.instance == 0 for job_id in cohort.job_ids.tolist()}
-    assert set(range(100, 130)) <= first
-    served = sum(int(cohort.predicted_cached_tokens.sum()) for cohort in cohorts)
-    assert served > prefix.bound_tokens(waiting.keys, waiting.prompt_tokens, 32)
+    joined = [job_id - 100 for run in runs for job_id in run]
+    assert joined == prefix.sort_order(waiting.keys, waiting.prompt_tokens).tolist()
 
 
 @given(jobs, instances(alike=True))
